@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Everything `make test` runs after the packages are there: the release build with every test, then the
+# smoke set under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
+# Goes on after a failure, ends with a table, and exits non-zero when anything failed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+jobs=${JOBS:-$(nproc)}
+export JOBS=$jobs
+rows=() failed=0
+
+step() {  # step NAME command...
+  local name=$1 start=$SECONDS result=passed
+  shift
+  echo "== $name"
+  "$@" || { result=FAILED && failed=1; }
+  rows+=("$(printf '%-40s %-8s %4d s' "$name" "$result" $((SECONDS - start)))")
+  [ "$result" = passed ]
+}
+
+on=(-DTHALWEG_BUILD_TESTS=ON -DTHALWEG_BUILD_TOOLS=ON -DTHALWEG_BUILD_EXAMPLES=ON)
+test_in() { ctest --test-dir "build/$1" --output-on-failure --no-tests=error --parallel "$jobs" "${@:2}"; }
+
+step "build (release)" scripts/build.sh cpu --set "${on[@]}" && step "all tests" test_in cpu
+step "build (address, undefined)" scripts/build.sh asan && step "smoke tests (address, undefined)" test_in asan -L smoke
+step "build (thread)" scripts/build.sh tsan && step "smoke tests (thread)" test_in tsan -L smoke
+
+echo
+printf '%s\n' "${rows[@]}"
+echo "$SECONDS seconds in all; $([ $failed = 0 ] && echo passed || echo FAILED)"
+exit $failed
