@@ -1,0 +1,61 @@
+# Functions shared by the build: warnings, sources compiled once per instruction set, operators.
+
+# Warnings and sanitizers, for every target of the project and no one else's.
+function(thalweg_options target)
+  target_compile_features(${target} PUBLIC cxx_std_20 c_std_11)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF C_EXTENSIONS OFF)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow $<$<BOOL:${THALWEG_WERROR}>:-Werror>)
+  if(THALWEG_SANITIZE STREQUAL "address")
+    target_compile_options(${target} PRIVATE -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+    target_link_options(${target} PUBLIC -fsanitize=address,undefined)
+  elseif(THALWEG_SANITIZE)
+    target_compile_options(${target} PRIVATE -fsanitize=${THALWEG_SANITIZE} -fno-omit-frame-pointer)
+    target_link_options(${target} PUBLIC -fsanitize=${THALWEG_SANITIZE})
+  endif()
+endfunction()
+
+set(thalweg_isa_flags_avx2 -mavx2 -mfma -mf16c)
+set(thalweg_isa_flags_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
+
+# Compiles `file` once per instruction set, with THALWEG_ISA naming the namespace it exports into,
+# and adds the objects to `target`. Such a file defines nothing outside that namespace but in
+# anonymous ones, so the linker cannot mix instruction sets. No contraction or other change of
+# arithmetic that the source does not ask for.
+function(thalweg_per_isa target file)
+  get_filename_component(stem ${file} NAME_WE)
+  get_filename_component(folder ${file} DIRECTORY)
+  get_filename_component(folder ${folder} NAME)
+  if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    message(FATAL_ERROR "thalweg: got processor ${CMAKE_SYSTEM_PROCESSOR}, expected x86-64")
+  endif()
+  foreach(isa IN ITEMS avx2 avx512)
+    set(objects thalweg_${folder}_${stem}_${isa})
+    add_library(${objects} OBJECT ${file})
+    thalweg_options(${objects})
+    target_include_directories(${objects} PRIVATE ${PROJECT_SOURCE_DIR})
+    target_compile_definitions(${objects} PRIVATE THALWEG_ISA=${isa})
+    target_compile_options(${objects} PRIVATE ${thalweg_isa_flags_${isa}} -fno-exceptions -fno-rtti -Wno-unused-function)
+    set_target_properties(${objects} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)
+    set_property(GLOBAL APPEND PROPERTY THALWEG_ISA_TARGETS ${objects})
+  endforeach()
+endfunction()
+
+# One operator folder: sorts its files by name. Called from thalweg/ops/CMakeLists.txt.
+function(thalweg_add_operator op)
+  set(folder ${PROJECT_SOURCE_DIR}/thalweg/ops/${op})
+  set_property(GLOBAL APPEND PROPERTY THALWEG_OPERATORS ${op})
+  file(GLOB files CONFIGURE_DEPENDS ${folder}/*.cpp)
+  foreach(file IN LISTS files)
+    get_filename_component(name ${file} NAME)
+    if(name MATCHES "^(.*_)?reference.*\\.cpp$" OR name STREQUAL "spec.cpp")
+      set_property(GLOBAL APPEND PROPERTY THALWEG_REFERENCE_SOURCES ${file})
+    elseif(name MATCHES "^test.*\\.cpp$")
+      set_property(GLOBAL APPEND PROPERTY THALWEG_TEST_SOURCES ${file})
+    elseif(name MATCHES "^cpu_(chunk|vec|decode)")
+      set_property(GLOBAL APPEND PROPERTY THALWEG_ISA_SOURCES ${file})
+    else()
+      set_property(GLOBAL APPEND PROPERTY THALWEG_OPERATOR_SOURCES ${file})
+    endif()
+  endforeach()
+endfunction()

@@ -1,0 +1,127 @@
+// Reads the host once: cpuid and XCR0, affinity, cgroup quota, caches.
+#include "thalweg/core/device.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "thalweg/core/fail.h"
+
+namespace thalweg {
+namespace {
+
+#if defined(__x86_64__)
+uint64_t read_xcr0() {
+  uint32_t low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return uint64_t(high) << 32 | low;
+}
+
+// A set counts only when the processor has it (cpuid) and the system saves its registers (XCR0).
+Isa detect_isa() {
+  uint32_t a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return Isa::kPortable;
+  const uint32_t kFma = 1u << 12, kOsxsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
+  const uint32_t kFirst = kFma | kOsxsave | kAvx | kF16c;
+  if ((c & kFirst) != kFirst) return Isa::kPortable;
+  const uint64_t xcr0 = read_xcr0(), kYmm = 0x6, kZmm = 0xe6;
+  uint32_t b7 = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d)) return Isa::kPortable;
+  const uint32_t kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+  if (!(b7 & kAvx2) || (xcr0 & kYmm) != kYmm) return Isa::kPortable;
+  if ((b7 & kAvx512) != kAvx512 || (xcr0 & kZmm) != kZmm) return Isa::kAvx2;
+  return Isa::kAvx512;
+}
+#else
+Isa detect_isa() { return Isa::kPortable; }
+#endif
+
+Isa lowered_isa(Isa machine) {
+  const char* wanted = std::getenv("THALWEG_ISA");
+  if (!wanted || !*wanted) return machine;
+  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512})
+    if (!std::strcmp(wanted, isa_name(isa))) return std::min(isa, machine);
+  fail_argument("THALWEG_ISA: got %s, expected portable, avx2 or avx512", wanted);
+}
+
+int64_t positive_env(const char* name) {
+  const char* text = std::getenv(name);
+  if (!text) return 0;
+  char* end = nullptr;
+  long value = std::strtol(text, &end, 10);  // OMP_NUM_THREADS may go on after a comma
+  return end != text && value > 0 ? std::min(value, 1024L) : 0;
+}
+
+// CPUs that the cgroup lets this process use, rounded up; 0 when there is no limit.
+int64_t cgroup_cpus() {
+  if (FILE* f = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
+    long long quota = 0, period = 0;
+    int got = std::fscanf(f, "%lld %lld", &quota, &period);  // "max 100000" reads 0 values
+    std::fclose(f);
+    return got == 2 && period > 0 ? (quota + period - 1) / period : 0;
+  }
+  long long quota = -1, period = 0;
+  if (FILE* f = std::fopen("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "r")) {
+    if (std::fscanf(f, "%lld", &quota) != 1) quota = -1;
+    std::fclose(f);
+  }
+  if (FILE* f = std::fopen("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "r")) {
+    if (std::fscanf(f, "%lld", &period) != 1) period = 0;
+    std::fclose(f);
+  }
+  return quota > 0 && period > 0 ? (quota + period - 1) / period : 0;
+}
+
+int64_t default_threads() {
+  if (int64_t n = positive_env("THALWEG_NUM_THREADS")) return n;
+  if (int64_t n = positive_env("OMP_NUM_THREADS")) return n;
+  cpu_set_t set;
+  int64_t n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
+                                                          : int64_t(std::thread::hardware_concurrency());
+  if (int64_t quota = cgroup_cpus()) n = std::min(n, quota);
+  return std::max<int64_t>(n, 1);
+}
+
+int64_t cache_bytes(int name, int64_t otherwise) {
+  long bytes = sysconf(name);
+  return bytes > 0 ? bytes : otherwise;
+}
+
+Device read_device() {
+  Device d{};
+  d.backend = THALWEG_CPU;
+  d.isa_of_machine = detect_isa();
+  d.isa = lowered_isa(d.isa_of_machine);
+  d.num_threads = default_threads();
+  d.l1_bytes = cache_bytes(_SC_LEVEL1_DCACHE_SIZE, 32 << 10);
+  d.l2_bytes = cache_bytes(_SC_LEVEL2_CACHE_SIZE, 512 << 10);
+  d.l3_bytes = cache_bytes(_SC_LEVEL3_CACHE_SIZE, 8 << 20);
+  return d;
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kPortable: return "portable";
+    case Isa::kAvx2: return "avx2";
+    case Isa::kAvx512: return "avx512";
+  }
+  return "unknown";
+}
+
+const Device& cpu_device() {
+  static const Device device = read_device();
+  return device;
+}
+
+}  // namespace thalweg

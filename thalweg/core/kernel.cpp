@@ -1,0 +1,73 @@
+// The parts of a call that do not depend on the operator's types.
+#include "thalweg/core/kernel.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "thalweg/cpu/parallel.h"
+
+namespace thalweg {
+
+bool verbose() {
+  static const bool on = [] {
+    const char* text = std::getenv("THALWEG_VERBOSE");
+    return text && *text && std::strcmp(text, "0") != 0;
+  }();
+  return on;
+}
+
+void print_call(const thalweg_pass& pass, const void* args, const Sizes& sizes, const CallFacts& facts) {
+  std::fprintf(stderr, "thalweg: %s | %s | %s | %lld threads | %.3f ms\n", case_text(pass, args, sizes).c_str(),
+               facts.kernel, isa_name(facts.isa), static_cast<long long>(facts.threads), facts.milliseconds);
+}
+
+thalweg_context full_context(const thalweg_pass& pass, const thalweg_context* ctx) {
+  thalweg_context full;
+  if (ctx) {
+    if (ctx->size == 0) fail_field(pass, "ctx", "size, got 0, expected sizeof(thalweg_context) = %zu", sizeof full);
+    std::memset(static_cast<void*>(&full), 0, sizeof full);
+    std::memcpy(static_cast<void*>(&full), ctx, std::min(ctx->size, sizeof full));
+    full.size = sizeof full;
+  }
+  if (full.num_threads < 0 || full.num_threads > 1024)
+    fail_field(pass, "ctx", "num_threads, got %lld, expected 0 to 1024", static_cast<long long>(full.num_threads));
+  if (full.num_threads == 0) full.num_threads = cpu_device().num_threads;
+  if (!full.parallel_for) {
+    full.parallel_for = pool_parallel_for;
+    full.pool = nullptr;
+  }
+  if (full.kernel && !*full.kernel) full.kernel = nullptr;
+  return full;
+}
+
+void fail_no_kernel(const thalweg_pass& pass, const char* forced, const std::string& reasons, bool known) {
+  if (!known)
+    fail(THALWEG_INVALID_ARGUMENT, "%s.%s: kernel: got %s, expected a name that `thalweg list` shows", pass.op,
+         pass.name, forced);
+  if (forced)
+    fail(THALWEG_UNSUPPORTED, "%s.%s: no kernel for this problem (forced %s)%s", pass.op, pass.name, forced,
+         reasons.c_str());
+  fail(THALWEG_INTERNAL, "%s.%s: no kernel for this problem%s", pass.op, pass.name, reasons.c_str());
+}
+
+char* find_workspace(const thalweg_pass& pass, const thalweg_context& ctx, const Plan& plan) {
+  size_t bytes = size_t(workspace_bytes(plan));
+  if (bytes == 0) return nullptr;
+  if (!ctx.workspace) return static_cast<char*>(thread_arena(bytes));
+  if (reinterpret_cast<uintptr_t>(ctx.workspace) % 64 != 0)
+    fail_field(pass, "workspace", "address, got %p, expected a multiple of 64", ctx.workspace);
+  if (ctx.workspace_bytes < bytes)
+    fail_field(pass, "workspace", "bytes, got %zu, expected at least %zu", ctx.workspace_bytes, bytes);
+  return static_cast<char*>(ctx.workspace);
+}
+
+void copy_text(const std::string& text, char* out, size_t capacity) {
+  if (!out || capacity == 0) return;
+  size_t n = std::min(text.size(), capacity - 1);
+  std::memcpy(out, text.data(), n);
+  out[n] = '\0';
+}
+
+}  // namespace thalweg

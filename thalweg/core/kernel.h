@@ -1,0 +1,161 @@
+// Kernel tables, and the life of a call: bind, check, select, plan, run.
+#ifndef THALWEG_CORE_KERNEL_H
+#define THALWEG_CORE_KERNEL_H
+
+#include <chrono>
+#include <string>
+
+#include "thalweg/core/device.h"
+#include "thalweg/core/exec.h"
+#include "thalweg/core/signature.h"
+
+namespace thalweg {
+
+// One row of a kernel table. `plan` returns false when it cannot take the problem, and says why when
+// `why` is given; it fills `plan` otherwise. plan->num_slots comes in as the number of threads.
+template <class Problem, class Args>
+struct Kernel {
+  const char* name;
+  thalweg_backend backend;
+  Isa isa;
+  bool (*plan)(const Problem&, const Device&, Plan* plan, std::string* why);
+  void (*run)(const Problem&, const Plan&, const Args&, const Exec&);
+};
+
+// An operator's pass: its public description and what the library needs to run it.
+// check() adds the rules that the field table cannot say and returns the Problem.
+template <class Problem, class Args>
+struct Pass {
+  const thalweg_pass* info;
+  Problem (*check)(const Args&, const Sizes&, Binding);
+  const Kernel<Problem, Args>* kernels;  // best first; the last takes anything valid
+  int64_t num_kernels;
+};
+
+struct CallFacts {  // for THALWEG_VERBOSE
+  const char* kernel;
+  Isa isa;
+  int64_t threads;
+  double milliseconds;
+};
+bool verbose();
+void print_call(const thalweg_pass& pass, const void* args, const Sizes& sizes, const CallFacts& facts);
+
+// The caller's context with every default filled in. Throws on a context of size 0 or negative threads.
+thalweg_context full_context(const thalweg_pass& pass, const thalweg_context* ctx);
+
+[[noreturn]] void fail_no_kernel(const thalweg_pass& pass, const char* forced, const std::string& reasons,
+                                 bool known);
+// Where the workspace comes from: the caller's, checked, or the thread's arena.
+char* find_workspace(const thalweg_pass& pass, const thalweg_context& ctx, const Plan& plan);
+inline int64_t workspace_bytes(const Plan& plan) { return plan.shared_bytes + plan.num_slots * plan.slot_bytes; }
+void copy_text(const std::string& text, char* out, size_t capacity);
+
+template <class Problem, class Args>
+bool accepts(const Kernel<Problem, Args>& row, const Problem& problem, const Device& device, int64_t threads,
+             Plan* plan, std::string* why) {
+  if (row.isa > device.isa) {
+    if (why) *why = std::string("needs ") + isa_name(row.isa) + ", got " + isa_name(device.isa);
+    return false;
+  }
+  *plan = Plan{};
+  plan->num_slots = threads;
+  return row.plan(problem, device, plan, why);
+}
+
+// The first row that takes the problem, or the forced one. Throws when none does.
+template <class Problem, class Args>
+const Kernel<Problem, Args>& select(const Pass<Problem, Args>& pass, const Problem& problem,
+                                    const Device& device, const thalweg_context& ctx, Plan* plan) {
+  for (int64_t i = 0; i < pass.num_kernels; ++i) {
+    const auto& row = pass.kernels[i];
+    if (ctx.kernel && std::string_view(ctx.kernel) != row.name) continue;
+    if (accepts(row, problem, device, ctx.num_threads, plan, static_cast<std::string*>(nullptr))) return row;
+  }
+  std::string reasons;
+  bool known = false;
+  for (int64_t i = 0; i < pass.num_kernels; ++i) {
+    const auto& row = pass.kernels[i];
+    if (ctx.kernel && std::string_view(ctx.kernel) != row.name) continue;
+    std::string why;
+    accepts(row, problem, device, ctx.num_threads, plan, &why);
+    reasons += std::string("\n  ") + row.name + ": " + why;
+    known = true;
+  }
+  fail_no_kernel(*pass.info, ctx.kernel, reasons, known);
+}
+
+template <class Problem, class Args>
+thalweg_status call_pass(const Pass<Problem, Args>& pass, const void* caller_args, const thalweg_context* caller_ctx) {
+  return guard([&] {
+    auto start = std::chrono::steady_clock::now();
+    Args args;
+    full_args(*pass.info, caller_args, &args);
+    thalweg_context ctx = full_context(*pass.info, caller_ctx);
+    Sizes sizes = bind(*pass.info, &args, Binding::kRun);
+    Problem problem = pass.check(args, sizes, Binding::kRun);
+    Plan plan;
+    const auto& row = select(pass, problem, cpu_device(), ctx, &plan);
+    Exec exec{ctx.num_threads, ctx.parallel_for, ctx.pool, find_workspace(*pass.info, ctx, plan)};
+    row.run(problem, plan, args, exec);
+    if (verbose()) {
+      std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;
+      print_call(*pass.info, &args, sizes, {row.name, row.isa, ctx.num_threads, ms.count()});
+    }
+  });
+}
+
+template <class Problem, class Args>
+thalweg_status query_workspace(const Pass<Problem, Args>& pass, const void* caller_args,
+                               const thalweg_context* caller_ctx, size_t* bytes) {
+  return guard([&] {
+    if (!bytes) fail_field(*pass.info, "bytes", "got null, expected a place for the size");
+    Args args;
+    full_args(*pass.info, caller_args, &args);
+    thalweg_context ctx = full_context(*pass.info, caller_ctx);
+    Problem problem = pass.check(args, bind(*pass.info, &args, Binding::kQuery), Binding::kQuery);
+    Plan plan;
+    select(pass, problem, cpu_device(), ctx, &plan);
+    *bytes = size_t(workspace_bytes(plan));
+  });
+}
+
+template <class Problem, class Args>
+thalweg_status explain_pass(const Pass<Problem, Args>& pass, const void* caller_args,
+                            const thalweg_context* caller_ctx, char* out, size_t capacity) {
+  return guard([&] {
+    Args args;
+    full_args(*pass.info, caller_args, &args);
+    thalweg_context ctx = full_context(*pass.info, caller_ctx);
+    Problem problem = pass.check(args, bind(*pass.info, &args, Binding::kQuery), Binding::kQuery);
+    std::string text;
+    bool chosen = false;
+    for (int64_t i = 0; i < pass.num_kernels; ++i) {
+      const auto& row = pass.kernels[i];
+      Plan plan;
+      std::string why;
+      bool ok = accepts(row, problem, cpu_device(), ctx.num_threads, &plan, &why);
+      bool runs = ok && !chosen && (!ctx.kernel || std::string_view(ctx.kernel) == row.name);
+      text += std::string(row.name) + ": " + (runs ? "runs" : ok ? "accepts" : why);
+      if (runs) {
+        text += ", workspace " + std::to_string(workspace_bytes(plan)) + " bytes (" +
+                std::to_string(plan.shared_bytes) + " shared + " + std::to_string(plan.num_slots) + " slots x " +
+                std::to_string(plan.slot_bytes) + "), values";
+        for (int64_t value : plan.values) text += " " + std::to_string(value);
+      }
+      text += "\n";
+      chosen = chosen || runs;
+    }
+    copy_text(text, out, capacity);
+  });
+}
+
+template <class Problem, class Args>
+const char* kernel_name_at(const Pass<Problem, Args>& pass, int64_t i, const char** isa) {
+  if (i < 0 || i >= pass.num_kernels) return nullptr;
+  if (isa) *isa = isa_name(pass.kernels[i].isa);
+  return pass.kernels[i].name;
+}
+
+}  // namespace thalweg
+#endif

@@ -1,0 +1,165 @@
+// The C types of Thalweg: tensors, status, context, and the tables that describe every pass.
+// Usable from C11 and C++20. Tensors convert from and to DLPack's DLTensor (core/dlpack.h).
+#ifndef THALWEG_CORE_TYPES_H
+#define THALWEG_CORE_TYPES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define THALWEG_VERSION_MAJOR 0
+#define THALWEG_VERSION_MINOR 1
+#define THALWEG_VERSION_PATCH 0
+#define THALWEG_VERSION_TEXT "0.1.0"
+
+#if defined(__GNUC__)
+#define THALWEG_API __attribute__((visibility("default")))
+#else
+#define THALWEG_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// DLPack's triple in one word: code | bits << 8 | lanes << 16, byte for byte a DLDataType on
+// little-endian machines. 0 marks an absent tensor.
+typedef uint32_t thalweg_dtype;
+enum {
+  THALWEG_NONE = 0,
+  THALWEG_I8 = 0x10800,
+  THALWEG_I32 = 0x12000,
+  THALWEG_I64 = 0x14000,
+  THALWEG_U8 = 0x10801,
+  THALWEG_F16 = 0x11002,
+  THALWEG_F32 = 0x12002,
+  THALWEG_F64 = 0x14002,
+  THALWEG_BF16 = 0x11004,
+  THALWEG_BOOL = 0x10806
+};
+
+// DLPack's device codes. In a zeroed tensor, 0 is read as THALWEG_CPU.
+typedef enum thalweg_backend { THALWEG_CPU = 1, THALWEG_CUDA = 2 } thalweg_backend;
+
+typedef enum thalweg_status {
+  THALWEG_OK = 0,
+  THALWEG_INVALID_ARGUMENT = 1,  // the caller can fix it
+  THALWEG_UNSUPPORTED = 2,       // valid, but the kernel that was forced cannot take it
+  THALWEG_OUT_OF_MEMORY = 3,
+  THALWEG_DEVICE_ERROR = 4,
+  THALWEG_INTERNAL = 5  // a fault of the library
+} thalweg_status;
+
+enum { THALWEG_MAX_RANK = 5 };
+
+// A view of an array. `stride` counts elements. Absent when `dtype` is THALWEG_NONE; `data` may be
+// NULL when there are no elements, and always in the workspace query and in explain.
+typedef struct thalweg_tensor {
+  void* data;
+  thalweg_dtype dtype;
+  int32_t rank;
+  int32_t device_type;
+  int32_t device_id;
+  int64_t shape[THALWEG_MAX_RANK];
+  int64_t stride[THALWEG_MAX_RANK];
+} thalweg_tensor;
+
+// Runs body(arg, 0) … body(arg, n-1), in any order, on any threads, also one after another, and
+// returns when all have returned. Bodies never wait for each other.
+typedef void (*thalweg_parallel_for)(void* pool, int64_t n, void (*body)(void* arg, int64_t i),
+                                     void* arg);
+
+// Where and how a call runs. All zero (but `size`) means defaults; NULL instead of a context too.
+typedef struct thalweg_context {
+#ifdef __cplusplus
+  size_t size = sizeof(thalweg_context);
+#else
+  size_t size;  // sizeof(thalweg_context)
+#endif
+  void* stream;         // CUDA stream; not used on the CPU
+  int64_t num_threads;  // CPU threads; 0: THALWEG_NUM_THREADS, OMP_NUM_THREADS, else the smaller of
+                        // affinity and cgroup quota. Results do not depend on it, bit for bit.
+  thalweg_parallel_for parallel_for;  // a host's own threads; NULL: the library's pool
+  void* pool;                         // handed to parallel_for
+  const char* kernel;                 // forces a kernel by name, for tests and benchmarks
+  void* workspace;                    // 64-byte aligned; NULL: the library's per-thread arena
+  size_t workspace_bytes;             // at least what <op>_<pass>_workspace says
+  int32_t* report;                    // device i32[4] for faults found on the device; not used on the CPU
+} thalweg_context;
+
+typedef enum thalweg_kind {
+  THALWEG_TENSOR = 0,
+  THALWEG_FLAG = 1,   // int32_t, 0 or 1
+  THALWEG_COUNT = 2,  // int64_t
+  THALWEG_REAL = 3,   // double
+  THALWEG_CHOICE = 4  // int32_t, an index into the words of `choices`
+} thalweg_kind;
+
+typedef enum thalweg_role {
+  THALWEG_IN = 0,
+  THALWEG_OUT = 1,
+  THALWEG_INOUT = 2,
+  THALWEG_OPTION = 3
+} thalweg_role;
+
+// Which strides a tensor may have.
+typedef enum thalweg_layout {
+  THALWEG_ROWS = 0,   // the last axis is contiguous
+  THALWEG_STATE = 1,  // one of the last two axes is contiguous
+  THALWEG_ANY = 2     // any strides; an input's may be zero or negative
+} thalweg_layout;
+
+// One member of a pass's args struct. Checks, error texts, the tool, bindings and documents read it.
+typedef struct thalweg_field {
+  const char* name;
+  thalweg_kind kind;
+  thalweg_role role;
+  uint32_t offset;    // of the member in the args struct
+  int32_t optional;   // tensors: may be absent
+  const char* dims;   // tensors: size names, "B T H K"; a name may carry "+1"
+  const char* dtypes; // tensors: accepted ("f64 f32 bf16 f16"), or "=q": the dtype of q
+  thalweg_layout layout;
+  const char* choices;  // choices: words separated by spaces, in order of value
+  const char* doc;      // one line: what it is, units, and for options what zero means
+} thalweg_field;
+
+// One pass of an operator, as the tool and the bindings see it.
+typedef struct thalweg_pass {
+  const char* op;
+  const char* name;  // "fwd", "bwd", "decode"
+  const char* doc;
+  const thalweg_field* fields;
+  int64_t num_fields;
+  size_t args_size;
+  thalweg_status (*call)(const void* args, const thalweg_context* ctx);
+  thalweg_status (*workspace)(const void* args, const thalweg_context* ctx, size_t* bytes);
+  // Writes which kernel would run and why the rows above it would not, cut to `capacity`.
+  thalweg_status (*explain)(const void* args, const thalweg_context* ctx, char* text, size_t capacity);
+  // Name of kernel row i in order of preference, NULL past the end; `isa` gets what it needs.
+  const char* (*kernel_at)(int64_t i, const char** isa);
+  // What FLA accepts and this pass refuses: "name: reason; name: reason". Tools and bindings quote it.
+  const char* refused;
+} thalweg_pass;
+
+// Pass i of the library, NULL past the end.
+THALWEG_API const thalweg_pass* thalweg_pass_at(int64_t i);
+
+// Text of the calling thread's last error: a fixed buffer, overwritten by its next failing call.
+THALWEG_API const char* thalweg_last_error(void);
+
+// Grows when a struct or a function of the C interface changes incompatibly.
+THALWEG_API int32_t thalweg_abi_version(void);
+// "0.1.0"
+THALWEG_API const char* thalweg_version(void);
+// The CPU instruction set in use: "portable", "avx2", "avx512" (lowered by THALWEG_ISA).
+THALWEG_API const char* thalweg_cpu_isa(void);
+// Threads a call uses by default.
+THALWEG_API int64_t thalweg_default_threads(void);
+// "f32" and so on; "none", or "unknown".
+THALWEG_API const char* thalweg_dtype_name(thalweg_dtype dtype);
+// Bytes of one element, 0 for an unknown dtype.
+THALWEG_API size_t thalweg_dtype_bytes(thalweg_dtype dtype);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
