@@ -4,7 +4,9 @@
 function(thalweg_options target)
   target_compile_features(${target} PUBLIC cxx_std_20 c_std_11)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF C_EXTENSIONS OFF)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow $<$<BOOL:${THALWEG_WERROR}>:-Werror>)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow
+    $<$<COMPILE_LANGUAGE:CXX>:-Wno-missing-field-initializers>  # args structs are filled by designated initialisers
+    $<$<BOOL:${THALWEG_WERROR}>:-Werror>)
   if(THALWEG_SANITIZE STREQUAL "address")
     target_compile_options(${target} PRIVATE -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
     target_link_options(${target} PUBLIC -fsanitize=address,undefined)

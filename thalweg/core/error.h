@@ -11,7 +11,7 @@ namespace thalweg {
 // what() is "<op>.<pass>: <argument>: <what>, got <value>, expected <value> (from <argument>)".
 class Error : public std::runtime_error {
  public:
-  Error(thalweg_status status, const char* text) : std::runtime_error(text), status(status) {}
+  Error(thalweg_status what_kind, const char* text) : std::runtime_error(text), status(what_kind) {}
   thalweg_status status;
 };
 

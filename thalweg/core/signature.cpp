@@ -102,9 +102,12 @@ bool is_empty(const thalweg_tensor& t) {
 // Axes longer than 1, by rising stride; returns how many.
 int sorted_axes(const thalweg_tensor& t, int* axes) {
   int n = 0;
-  for (int i = 0; i < t.rank; ++i)
-    if (t.shape[i] > 1) axes[n++] = i;
-  std::sort(axes, axes + n, [&](int a, int b) { return t.stride[a] < t.stride[b]; });
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] <= 1) continue;
+    int at = n++;
+    for (; at > 0 && t.stride[axes[at - 1]] > t.stride[i]; --at) axes[at] = axes[at - 1];
+    axes[at] = i;
+  }
   return n;
 }
 
