@@ -7,6 +7,7 @@
 # exact apt line and exits 2. THALWEG_NO_INSTALL=1 installs nothing. When all is there it does nothing.
 # Nothing is needed from PyPI; what ever will be goes to a virtual environment under build/.
 set -euo pipefail
+cd "$(dirname "$0")/.."
 
 base=(g++ cmake make python3)
 demo=(libopenblas-serial-dev)
@@ -116,12 +117,17 @@ if [ $have_rights = no ]; then
   exit 2
 fi
 
-install_all() { apt install -q=2 --no-install-recommends -y "${missing[@]}"; }
+log=build/setup.log
+mkdir -p build
+install_all() { apt install -q=2 --no-install-recommends -y "${missing[@]}" >>"$log" 2>&1; }
 if ! install_all; then
   update_lists
-  install_all || fail "the installation failed; by hand: apt-get update && $line"
+  if ! install_all; then
+    tail -n 20 "$log" >&2
+    fail "the installation failed (all of it: $log); by hand: apt-get update && $line"
+  fi
 fi
 for package in "${missing[@]}"; do
   is_installed "$package" || fail "$package: got no installation, expected one after: $line"
 done
-echo "setup: done"
+echo "setup: installed"
