@@ -1,0 +1,19 @@
+// Parts of the case grammar shared inside testing/.
+#ifndef THALWEG_TESTING_CASE_H
+#define THALWEG_TESTING_CASE_H
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "testing/testing.h"
+
+namespace thalweg::testing {
+
+// The tokens behind "<op>.<pass>:". In a shared line (for every pass of an operator) a token that only
+// other passes know is left out, and B stands for N where a pass has no B.
+Case parse_tokens(const thalweg_pass& pass, std::string_view tokens, bool shared);
+std::vector<int64_t> lengths_of(const Case& c);  // of varlen
+
+}  // namespace thalweg::testing
+#endif

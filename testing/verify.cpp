@@ -1,0 +1,131 @@
+// One case, or every kernel row that takes it, against the oracle.
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <stdexcept>
+
+#include "testing/fields.h"
+
+namespace thalweg::testing {
+namespace {
+
+constexpr double kTimesRecurrence = 4;  // allowed over the last row's error where the limit is 0
+
+struct Oracle {
+  std::vector<int64_t> groups;
+  std::map<std::string, Values> outputs;
+  std::map<std::string, double> recurrence;  // error of the last row, by output
+};
+
+std::string last_row(const thalweg_pass& pass) {
+  std::string name;
+  for (int64_t i = 0; const char* row = pass.kernel_at(i, nullptr); ++i) name = row;
+  return name;
+}
+
+std::string isa_of(const thalweg_pass& pass, const std::string& kernel) {
+  const char* isa = "";
+  for (int64_t i = 0; const char* row = pass.kernel_at(i, &isa); ++i)
+    if (kernel == row) return isa;
+  return "";
+}
+
+std::string format(const char* text, double a, double b) {
+  char out[200];
+  std::snprintf(out, sizeof out, text, a, b);
+  return out;
+}
+
+std::string position(const Values& v, int64_t at) {
+  std::string text;
+  for (size_t i = v.shape.size(); i-- > 0;) {
+    text = std::to_string(at % v.shape[i]) + (text.empty() ? "" : ", ") + text;
+    at /= v.shape[i];
+  }
+  return "[" + text + "]";
+}
+
+void fill_oracle(Problem& problem, Oracle* oracle) {
+  if (!oracle->outputs.empty()) return;
+  oracle->groups = oracle_groups(problem.spec_case());
+  oracle->outputs = run_reference(problem, oracle->groups);
+}
+
+// The last row's error of every output on this case.
+void fill_recurrence(const Case& c, Oracle* oracle) {
+  if (!oracle->recurrence.empty()) return;
+  Case plain = c;
+  plain.kernel = last_row(*c.pass);
+  Problem problem(plain);
+  bool ok = problem.call() == THALWEG_OK;
+  for (const auto& [name, want] : oracle->outputs)
+    oracle->recurrence[name] = ok ? compare(take_groups(c, name, problem.read(name), oracle->groups), want).ratio : 0;
+}
+
+void compare_outputs(Problem& problem, const Case& c, Oracle* oracle, Verdict* verdict) {
+  for (const auto& [name, want] : oracle->outputs) {
+    Values got = take_groups(c, name, problem.read(name), oracle->groups);
+    Verdict::Output out{name, compare(got, want), spec_of(*c.pass).limit(c, name), true};
+    if (out.limit == 0 && want.count() > 0) {
+      fill_recurrence(c, oracle);
+      out.limit = kTimesRecurrence * oracle->recurrence.at(name);
+    }
+    out.ok = out.difference.ratio <= out.limit;
+    if (!out.ok && verdict->reason.empty()) {
+      int64_t at = out.difference.worst_at;
+      verdict->reason = name + format(": RMS ratio, got %.3g, expected at most %.3g", out.difference.ratio, out.limit);
+      if (at >= 0)
+        verdict->reason += "; worst at " + position(want, at) + (oracle->groups.empty() ? "" : " of the heads compared") +
+                           format(", got %.9g, expected %.9g", got.data[size_t(at)], want.data[size_t(at)]);
+    }
+    verdict->outputs.push_back(out);
+  }
+}
+
+Verdict verify_with(Case c, Oracle* oracle) {
+  Verdict verdict;
+  verdict.case_text = c.text();
+  verdict.kernel = c.kernel;
+  verdict.status = "failed";
+  auto start = std::chrono::steady_clock::now();
+  try {
+    Problem problem(c);
+    if (c.kernel.empty()) c.kernel = verdict.kernel = problem.kernel();
+    verdict.isa = isa_of(*c.pass, c.kernel);
+    thalweg_status status = problem.call();
+    if (status != THALWEG_OK) {
+      verdict.reason = thalweg_last_error();
+      if (status == THALWEG_UNSUPPORTED) verdict.status = "skipped";
+      return verdict;
+    }
+    verdict.reason = problem.check_guards();
+    fill_oracle(problem, oracle);
+    compare_outputs(problem, c, oracle, &verdict);
+    if (verdict.reason.empty()) verdict.status = "passed";
+  } catch (const std::exception& e) {
+    verdict.reason = e.what();
+  }
+  verdict.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return verdict;
+}
+
+}  // namespace
+
+Verdict verify(const Case& c) {
+  Oracle oracle;
+  return verify_with(c, &oracle);
+}
+
+std::vector<Verdict> verify_all_kernels(const Case& c) {
+  if (!c.kernel.empty()) return {verify(c)};
+  std::vector<Verdict> verdicts;
+  Oracle oracle;
+  for (int64_t i = 0; const char* row = c.pass->kernel_at(i, nullptr); ++i) {
+    Case forced = c;
+    forced.kernel = row;
+    verdicts.push_back(verify_with(forced, &oracle));
+  }
+  return verdicts;
+}
+
+}  // namespace thalweg::testing
