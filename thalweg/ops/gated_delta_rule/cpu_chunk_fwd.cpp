@@ -1,0 +1,481 @@
+#include "thalweg/cpu/blocks/gemm.h"
+#include "thalweg/cpu/blocks/rows.h"
+#include "thalweg/ops/gated_delta_rule/problem.h"
+
+namespace thalweg::gated_delta_rule {
+namespace {
+
+using Args = thalweg_gated_delta_rule_fwd_args;
+
+constexpr int64_t C = 16;           // tokens of a chunk
+constexpr int64_t kChunks = 8;      // chunks of a block: keys are prepared and panels loaded once a block
+constexpr int64_t kBlock = kChunks * C;
+constexpr int64_t kMinTasks = 8;    // below this, the columns of V are split over tasks
+constexpr int64_t kZeroRows = 1024; // rows of o past the last sequence that one task clears
+constexpr float kEps = 1e-6f;       // of the l2norm, inside the root
+
+// How a problem is cut into tasks. A unit is one panel of kPanel columns of one value head's state.
+struct Cut {
+  int64_t G;       // value heads of a key head
+  int64_t Kp;      // K padded to whole vectors
+  int64_t panels;  // of one value head
+  int64_t parts;   // tasks that share one (sequence, key head)
+  int64_t units;   // at most, of one task
+};
+
+Cut cut_of(const Problem& p) {
+  Cut cut;
+  cut.G = p.HV / p.H;
+  cut.Kp = round_up(p.K, kLanes);
+  cut.panels = round_up(p.V, kPanel) / kPanel;
+  int64_t groups = p.N * p.H, all = cut.G * cut.panels;
+  int64_t parts = groups > 0 ? (kMinTasks + groups - 1) / groups : 1;
+  cut.parts = parts < all ? parts : all;
+  cut.units = (all + cut.parts - 1) / cut.parts;
+  return cut;
+}
+
+// A task's scratch; chunks follow one another, each array 64-byte aligned.
+struct Scratch {
+  float* xk;    // [kChunks Kp C]   normalised keys, transposed
+  float* xq;    // [kChunks Kp C]   normalised and scaled queries, transposed
+  float* kk;    // [kChunks C C]    dot(k_i, k_j)
+  float* qk;    // [kChunks C C]    dot(q_i, k_j)
+  float* l;     // [kChunks C C]    -beta_i D_ij dot(k_i, k_j), valid below the diagonal
+  float* p;     // [kChunks C C]    D_ij dot(q_i, k_j), valid up to the diagonal
+  float* e;     // [kChunks C]      decay from the chunk's start to row i
+  float* d;     // [kChunks C]      decay from row j to the chunk's end
+  float* g;     // [kBlock]
+  float* beta;  // [kBlock]
+  float* vo;    // [panels kBlock kPanel]  v of one value head, then its o
+  float* u;     // [C kPanel]       what each token writes
+  float* w;     // [C kPanel]       d_j u_j
+  float* line;  // [512]
+  float* s;     // [units Kp kPanel]  states
+};
+
+int64_t carve(const Problem& problem, char* base, Scratch* out) {
+  Cut cut = cut_of(problem);
+  int64_t offset = 0;
+  auto take = [&](int64_t floats) {
+    float* at = reinterpret_cast<float*>(base + offset);
+    offset += round_up(floats * 4, 64);
+    return at;
+  };
+  out->xk = take(kChunks * cut.Kp * C);
+  out->xq = take(kChunks * cut.Kp * C);
+  out->kk = take(kChunks * C * C);
+  out->qk = take(kChunks * C * C);
+  out->l = take(kChunks * C * C);
+  out->p = take(kChunks * C * C);
+  out->e = take(kChunks * C);
+  out->d = take(kChunks * C);
+  out->g = take(kBlock);
+  out->beta = take(kBlock);
+  out->vo = take(cut.panels * kBlock * kPanel);
+  out->u = take(C * kPanel);
+  out->w = take(C * kPanel);
+  out->line = take(512);
+  out->s = take(cut.units * cut.Kp * kPanel);
+  return offset;
+}
+
+struct Call {
+  const Problem* problem;
+  const Args* args;
+  Cut cut;
+  char* slots;
+  int64_t slot_bytes;
+  int64_t rows_end;  // where the last sequence ends
+};
+
+// One task's place: columns `first` .. `last` (in units) of the value heads of key head h.
+struct Task {
+  const Call* call;
+  Scratch x;
+  int64_t n, h, first, last;
+  Span span;
+};
+
+// ---- the chunk: one panel of the state ---------------------------------------------------------------
+
+struct Chunk {
+  int64_t Kp, rows;
+  const float *xk, *xq, *l, *p, *e, *d, *beta;
+  float *vo, *u, *w, *s;
+};
+
+// Rows I0 .. I0+MR of u: beta (v - e K S), less what the chunk's earlier tokens wrote.
+template <int I0, int MR>
+[[gnu::always_inline]] inline void solve_tile(const Chunk& c) {
+  vf acc[MR][2];
+  tile_zero<MR, 2>(acc);
+  tile_mac<MR, 2>(c.Kp, c.xk + I0, 1, C, c.s, kPanel, acc);
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i) {
+    vf e = set1(c.e[I0 + i]), beta = set1(c.beta[I0 + i]);
+    for (int v = 0; v < 2; ++v) acc[i][v] = beta * fnma(e, acc[i][v], load(c.vo + (I0 + i) * kPanel + v * kLanes));
+  }
+  tile_mac<MR, 2>(I0, c.l + I0 * C, C, 1, c.u, kPanel, acc);
+#pragma GCC unroll 16
+  for (int j = 0; j < MR; ++j) {
+#pragma GCC unroll 16
+    for (int i = j + 1; i < MR; ++i) {
+      vf l = set1(c.l[(I0 + i) * C + I0 + j]);
+      for (int v = 0; v < 2; ++v) acc[i][v] = fma(l, acc[j][v], acc[i][v]);
+    }
+  }
+  tile_store<MR, 2>(c.u + I0 * kPanel, kPanel, acc);
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i) {
+    vf d = set1(c.d[I0 + i]);
+    for (int v = 0; v < 2; ++v) store(c.w + (I0 + i) * kPanel + v * kLanes, d * acc[i][v]);
+  }
+}
+
+// Rows I0 .. I0+MR of o: e Q S plus what the chunk's tokens wrote, each row its own included.
+template <int I0, int MR>
+[[gnu::always_inline]] inline void output_tile(const Chunk& c) {
+  vf acc[MR][2];
+  tile_zero<MR, 2>(acc);
+  tile_mac<MR, 2>(c.Kp, c.xq + I0, 1, C, c.s, kPanel, acc);
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i) {
+    vf e = set1(c.e[I0 + i]);
+    for (int v = 0; v < 2; ++v) acc[i][v] = e * acc[i][v];
+  }
+  tile_mac<MR, 2>(I0, c.p + I0 * C, C, 1, c.u, kPanel, acc);
+#pragma GCC unroll 16
+  for (int j = 0; j < MR; ++j) {
+    vf u[2] = {load(c.u + (I0 + j) * kPanel), load(c.u + (I0 + j) * kPanel + kLanes)};
+#pragma GCC unroll 16
+    for (int i = j; i < MR; ++i) {
+      vf p = set1(c.p[(I0 + i) * C + I0 + j]);
+      for (int v = 0; v < 2; ++v) acc[i][v] = fma(p, u[v], acc[i][v]);
+    }
+  }
+  tile_store<MR, 2>(c.vo + I0 * kPanel, kPanel, acc);
+}
+
+// A tile is skipped where the chunk is too short for it; the rows of others never depend on it.
+[[gnu::noinline]] void chunk_rows(const Chunk& c) {
+  if constexpr (kTileRows == 8) {
+    solve_tile<0, 8>(c);
+    if (c.rows > 8) solve_tile<8, 8>(c);
+    output_tile<0, 8>(c);
+    if (c.rows > 8) output_tile<8, 8>(c);
+  } else {
+    solve_tile<0, 6>(c);
+    if (c.rows > 6) solve_tile<6, 6>(c);
+    if (c.rows > 12) solve_tile<12, 4>(c);
+    output_tile<0, 6>(c);
+    if (c.rows > 6) output_tile<6, 6>(c);
+    if (c.rows > 12) output_tile<12, 4>(c);
+  }
+}
+
+// S <- e_last S + sum_j k_j (d_j u_j)^T
+[[gnu::noinline]] void update_state(const Chunk& c) {
+  float decay = c.e[C - 1];
+  if (c.rows == C) gemm_add(c.Kp, kPanel, C, c.xk, C, 1, c.w, kPanel, c.s, kPanel, decay);
+  else gemm_add(c.Kp, kPanel, c.rows, c.xk, C, 1, c.w, kPanel, c.s, kPanel, decay);
+}
+
+// ---- what the value heads of a key head share ----------------------------------------------------------
+
+// x[k][i] = row i of a chunk, times `scale`, over its norm if asked; rows past `rows` and k past K are 0.
+template <class S>
+[[gnu::always_inline]] inline void load_transposed(const typename S::Element* p, int64_t row_stride, int64_t rows,
+                                                   int64_t K, bool norm, float scale, float* x) {
+  vf sum[C / kLanes][2];
+  for (int64_t r = 0; r < C / kLanes; ++r) sum[r][0] = sum[r][1] = zero();
+  for (int64_t r = 0; r < C / kLanes; ++r) {
+    for (int64_t k = 0; k < K; k += kLanes) {
+      vf a[kLanes];
+      int64_t here = K - k < kLanes ? K - k : kLanes;
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        int64_t row = r * kLanes + i;
+        const typename S::Element* at = p + row * row_stride + k;
+        a[i] = row >= rows ? zero() : here == kLanes ? S::load(at) : S::load_n(at, here);
+      }
+      transpose(a);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        sum[r][i & 1] = fma(a[i], a[i], sum[r][i & 1]);
+        store(x + (k + i) * C + r * kLanes, a[i]);
+      }
+    }
+  }
+  if (!norm && scale == 1.f) return;
+  vf factor[C / kLanes];
+  for (int64_t r = 0; r < C / kLanes; ++r) {
+    factor[r] = set1(scale);
+    if (norm) factor[r] = factor[r] / sqrt(sum[r][0] + sum[r][1] + set1(kEps));
+  }
+  for (int64_t k = 0; k < round_up(K, kLanes); ++k)
+    for (int64_t r = 0; r < C / kLanes; ++r)
+      store(x + k * C + r * kLanes, factor[r] * load(x + k * C + r * kLanes));
+}
+
+template <class S>
+[[gnu::noinline]] void load_keys(const Task& t, int64_t row, int64_t count) {
+  const Problem& pb = *t.call->problem;
+  const Args& a = *t.call->args;
+  using Element = const typename S::Element*;
+  int64_t b = row / pb.T, token = row % pb.T, Kp = t.call->cut.Kp;
+  bool norm = a.use_qk_l2norm != 0;
+  for (int64_t c = 0; c * C < count; ++c) {
+    int64_t rows = count - c * C < C ? count - c * C : C;
+    float *xk = t.x.xk + c * Kp * C, *xq = t.x.xq + c * Kp * C;
+    load_transposed<S>(reinterpret_cast<Element>(element_at(a.k, b, token + c * C, t.h)), a.k.stride[1], rows, pb.K,
+                       norm, 1.f, xk);
+    load_transposed<S>(reinterpret_cast<Element>(element_at(a.q, b, token + c * C, t.h)), a.q.stride[1], rows, pb.K,
+                       norm, float(pb.scale), xq);
+    gemm(C, C, Kp, xk, 1, C, xk, C, t.x.kk + c * C * C, C);
+    gemm(C, C, Kp, xq, 1, C, xk, C, t.x.qk + c * C * C, C);
+  }
+}
+
+// ---- what one value head needs beside them --------------------------------------------------------------
+
+// g and beta of `count` tokens after their activations; 0 up to the end of the last chunk.
+void load_gates(const Task& t, int64_t hv, int64_t row, int64_t count) {
+  const Problem& pb = *t.call->problem;
+  const Args& a = *t.call->args;
+  int64_t b = row / pb.T, token = row % pb.T, padded = round_up(count, C);
+  float *g = t.x.g, *beta = t.x.beta;
+  for (int64_t i = 0; i < padded; ++i) g[i] = 0.f, beta[i] = i < count ? 1.f : 0.f;
+  if (a.g.dtype) read_strided(a.g.dtype, element_at(a.g, b, token, hv), a.g.stride[1], count, g);
+  if (a.beta.dtype) read_strided(a.beta.dtype, element_at(a.beta, b, token, hv), a.beta.stride[1], count, beta);
+  if (a.use_gate) {
+    float A_log, dt_bias = 0.f, rate[kLanes];
+    read_row(a.A_log.dtype, element_at(a.A_log, hv), 1, &A_log);
+    if (a.dt_bias.dtype) read_row(a.dt_bias.dtype, element_at(a.dt_bias, hv), 1, &dt_bias);
+    // exp(A_log) in two factors where it would overflow: softplus may be 0 or tiny.
+    bool large = A_log > 88.f;
+    store(rate, exp(set1(large ? 0.5f * A_log : A_log)));
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      vf x = softplus(load(g + i) + set1(dt_bias)) * set1(-rate[0]);
+      store(g + i, large ? x * set1(rate[0]) : x);
+    }
+  }
+  if (a.use_beta_sigmoid)
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      vf x = sigmoid(load(beta + i));
+      store(beta + i, a.allow_neg_eigval ? x + x : x);
+    }
+  for (int64_t i = count; i < padded; ++i) g[i] = beta[i] = 0.f;
+}
+
+// l, p, e and d of a chunk. Every exponent is a sum of the g of neighbouring tokens, taken in order from
+// the later end of the pair's earlier token: nothing cancels, and -inf only ever meets -inf.
+void load_decays(const Task& t, int64_t c) {
+  const float *g = t.x.g + c * C, *beta = t.x.beta + c * C, *kk = t.x.kk + c * C * C, *qk = t.x.qk + c * C * C;
+  float *l = t.x.l + c * C * C, *p = t.x.p + c * C * C, *e = t.x.e + c * C, *d = t.x.d + c * C;
+  constexpr int64_t NV = C / kLanes;
+  vf sum[NV];  // lane j: g_{j+1} + ... + g_i
+  for (int64_t v = 0; v < NV; ++v) sum[v] = set1(-infinity());
+  float from_start = 0.f;
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < C; ++i) {
+    from_start += g[i];
+    e[i] = from_start;
+    vf gi = set1(g[i]), minus_beta = set1(-beta[i]);
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < NV; ++v) {
+      int64_t before = i - v * kLanes, upto = before + 1;
+      before = before < 0 ? 0 : before > kLanes ? kLanes : before;
+      upto = upto < 0 ? 0 : upto > kLanes ? kLanes : upto;
+      sum[v] = first_n(before, sum[v] + gi, first_n(upto, zero(), set1(-infinity())));
+      vf decay = exp(sum[v]);
+      store(p + i * C + v * kLanes, decay * load(qk + i * C + v * kLanes));
+      store(l + i * C + v * kLanes, minus_beta * (decay * load(kk + i * C + v * kLanes)));
+      if (i == C - 1) store(d + v * kLanes, decay);
+    }
+  }
+  for (int64_t v = 0; v < NV; ++v) store(e + v * kLanes, exp(load(e + v * kLanes)));
+}
+
+// Columns of panels [first, last) of v, to and from scratch.
+template <class S>
+[[gnu::noinline]] void load_values(const Task& t, int64_t hv, int64_t row, int64_t count, int64_t first,
+                                   int64_t last) {
+  const Problem& pb = *t.call->problem;
+  const thalweg_tensor& v = t.call->args->v;
+  int64_t b = row / pb.T, token = row % pb.T, padded = round_up(count, C);
+  for (int64_t i = 0; i < padded; ++i) {
+    for (int64_t col = first * kPanel; col < last * kPanel; col += kLanes) {
+      float* out = t.x.vo + ((col / kPanel - first) * kBlock + i) * kPanel + col % kPanel;
+      vf x = zero();
+      if (i < count && col < pb.V) {
+        auto at = reinterpret_cast<const typename S::Element*>(element_at(v, b, token + i, hv, col));
+        x = pb.V - col >= kLanes ? S::load(at) : S::load_n(at, pb.V - col);
+      }
+      store(out, x);
+    }
+  }
+}
+
+template <class S>
+[[gnu::noinline]] void store_output(const Task& t, int64_t hv, int64_t row, int64_t count, int64_t first,
+                                    int64_t last) {
+  const Problem& pb = *t.call->problem;
+  const thalweg_tensor& o = t.call->args->o;
+  int64_t b = row / pb.T, token = row % pb.T;
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t col = first * kPanel; col < last * kPanel && col < pb.V; col += kLanes) {
+      vf x = load(t.x.vo + ((col / kPanel - first) * kBlock + i) * kPanel + col % kPanel);
+      auto at = reinterpret_cast<typename S::Element*>(element_at(o, b, token + i, hv, col));
+      if (pb.V - col >= kLanes) S::store(at, x);
+      else S::store_n(at, x, pb.V - col);
+    }
+  }
+}
+
+// ---- states in storage --------------------------------------------------------------------------------
+
+float* unit_state(const Task& t, int64_t unit) { return t.x.s + (unit - t.first) * t.call->cut.Kp * kPanel; }
+
+// Columns of a unit; its value head.
+struct Columns {
+  int64_t hv, first, count;
+};
+Columns columns_of(const Task& t, int64_t unit) {
+  const Cut& cut = t.call->cut;
+  int64_t first = unit % cut.panels * kPanel, left = t.call->problem->V - first;
+  return {t.h * cut.G + unit / cut.panels, first, left < kPanel ? left : kPanel};
+}
+
+void read_states(const Task& t) {
+  const Problem& pb = *t.call->problem;
+  const thalweg_tensor& from = t.call->args->initial_state;
+  int64_t Kp = t.call->cut.Kp;
+  memset(t.x.s, 0, size_t((t.last - t.first) * Kp * kPanel * 4));
+  if (!from.dtype) return;
+  for (int64_t unit = t.first; unit < t.last; ++unit) {
+    Columns c = columns_of(t, unit);
+    read_state(from.dtype, element_at(from, t.n, c.hv, 0, c.first), from.stride[2], from.stride[3], pb.K, c.count,
+               unit_state(t, unit), kPanel, t.x.line);
+  }
+}
+
+void write_states(const Task& t, const thalweg_tensor& to, int64_t index) {
+  if (!to.dtype) return;
+  for (int64_t unit = t.first; unit < t.last; ++unit) {
+    Columns c = columns_of(t, unit);
+    write_state(to.dtype, element_at(to, index, c.hv, 0, c.first), to.stride[2], to.stride[3], t.call->problem->K,
+                c.count, unit_state(t, unit), kPanel, t.x.line);
+  }
+}
+
+// Zeroes the rows of chunk_states between this sequence's last checkpoint and the next sequence's first.
+void clear_unused(const Task& t) {
+  const Problem& pb = *t.call->problem;
+  const thalweg_tensor& to = t.call->args->chunk_states;
+  if (!to.dtype) return;
+  int64_t used = (t.span.end - t.span.begin + pb.every - 1) / pb.every;
+  int64_t from = t.span.begin / pb.every + t.n + used;
+  int64_t end = t.n + 1 < pb.N ? t.span.end / pb.every + t.n + 1 : to.shape[0];
+  if (from >= end) return;
+  memset(t.x.s, 0, size_t((t.last - t.first) * t.call->cut.Kp * kPanel * 4));
+  for (int64_t r = from; r < end; ++r) write_states(t, to, r);
+}
+
+// ---- a task -------------------------------------------------------------------------------------------
+
+template <class S>
+void run_block(const Task& t, int64_t row, int64_t count) {
+  const Cut& cut = t.call->cut;
+  load_keys<S>(t, row, count);
+  int64_t chunks = (count + C - 1) / C;
+  for (int64_t unit = t.first; unit < t.last;) {
+    int64_t hv = t.h * cut.G + unit / cut.panels, first = unit % cut.panels;
+    int64_t last = t.last - unit < cut.panels - first ? first + t.last - unit : cut.panels;
+    load_gates(t, hv, row, count);
+    load_values<S>(t, hv, row, count, first, last);
+    for (int64_t c = 0; c < chunks; ++c) load_decays(t, c);
+    for (int64_t panel = first; panel < last; ++panel, ++unit) {
+      for (int64_t c = 0; c < chunks; ++c) {
+        int64_t rows = count - c * C < C ? count - c * C : C;
+        const Scratch& x = t.x;
+        Chunk chunk{cut.Kp, rows, x.xk + c * cut.Kp * C, x.xq + c * cut.Kp * C, x.l + c * C * C, x.p + c * C * C,
+                    x.e + c * C, x.d + c * C, x.beta + c * C, x.vo + ((panel - first) * kBlock + c * C) * kPanel,
+                    x.u, x.w, unit_state(t, unit)};
+        chunk_rows(chunk);
+        update_state(chunk);
+      }
+    }
+    store_output<S>(t, hv, row, count, first, last);
+  }
+}
+
+template <class S>
+void run_task(const Task& t) {
+  const Problem& pb = *t.call->problem;
+  const Args& a = *t.call->args;
+  read_states(t);
+  int64_t length = t.span.end - t.span.begin;
+  for (int64_t at = 0; at < length;) {
+    int64_t count = length - at < kBlock ? length - at : kBlock;
+    if (a.chunk_states.dtype) {
+      if (at % pb.every == 0) write_states(t, a.chunk_states, t.span.begin / pb.every + t.n + at / pb.every);
+      if (pb.every - at % pb.every < count) count = pb.every - at % pb.every;
+    }
+    run_block<S>(t, t.span.begin + at, count);
+    at += count;
+  }
+  write_states(t, a.final_state, t.n);
+  clear_unused(t);
+}
+
+void clear_rows(const Call& call, int64_t begin, int64_t end) {
+  const Problem& pb = *call.problem;
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t hv = 0; hv < pb.HV; ++hv)
+      memset(element_at(call.args->o, row / pb.T, row % pb.T, hv), 0, size_t(pb.V * element_bytes(pb.dtype)));
+}
+
+void task(void* arg, int64_t i, int64_t slot) {
+  const Call& call = *static_cast<const Call*>(arg);
+  const Problem& pb = *call.problem;
+  int64_t parts = call.cut.parts, units = call.cut.G * call.cut.panels;
+  if (i >= pb.N * pb.H * parts) {
+    int64_t begin = call.rows_end + (i - pb.N * pb.H * parts) * kZeroRows, end = pb.B * pb.T;
+    clear_rows(call, begin, begin + kZeroRows < end ? begin + kZeroRows : end);
+    return;
+  }
+  Task t;
+  t.call = &call;
+  carve(pb, call.slots + slot * call.slot_bytes, &t.x);
+  int64_t part = i % parts;
+  t.h = i / parts % pb.H;
+  t.n = i / parts / pb.H;
+  t.first = units * part / parts;
+  t.last = units * (part + 1) / parts;
+  t.span = sequence_span(pb, call.args->cu_seqlens, t.n);
+  if (pb.dtype == THALWEG_F32) run_task<F32>(t);
+  if (pb.dtype == THALWEG_BF16) run_task<Bf16>(t);
+  if (pb.dtype == THALWEG_F16) run_task<F16>(t);
+}
+
+}  // namespace
+
+namespace THALWEG_ISA {
+
+int64_t cpu_chunk_fwd_slot_bytes(const Problem& problem) {
+  Scratch unused;
+  return carve(problem, nullptr, &unused);
+}
+
+void cpu_chunk_fwd(const Problem& problem, const Plan& plan, const Args& args, const Exec& exec) {
+  Call call{&problem, &args, cut_of(problem), exec.workspace + plan.shared_bytes, plan.slot_bytes, 0};
+  if (!problem.packed) call.rows_end = problem.B * problem.T;
+  else if (problem.N > 0) call.rows_end = sequence_span(problem, args.cu_seqlens, problem.N - 1).end;
+  int64_t left = problem.B * problem.T - call.rows_end;
+  int64_t tasks = problem.N * problem.H * call.cut.parts + (left + kZeroRows - 1) / kZeroRows;
+  parallel_tasks(exec, tasks, plan.num_slots, task, &call);
+}
+
+}  // namespace THALWEG_ISA
+}  // namespace thalweg::gated_delta_rule
