@@ -1,0 +1,345 @@
+// cpu_chunk_bwd – gated delta rule, backward, chunked.
+#include "thalweg/ops/gated_delta_rule/cpu_chunk_bwd_steps.h"
+
+namespace thalweg::gated_delta_rule {
+namespace {
+
+using Args = thalweg_gated_delta_rule_bwd_args;
+
+constexpr int64_t kHeads = 2;              // value heads of a group that go through a chunk together
+constexpr int64_t kMaxBlocks = 256;        // of sequences; a task is a block and a key head
+constexpr int64_t kStateBytes = 16 << 20;  // wanted for the states that a slot keeps
+constexpr int64_t kMaxEvery = 256;         // tokens between two of them
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// ---- workspace --------------------------------------------------------------------------------------
+
+struct Layout {
+  Dims dims;
+  int64_t key_heads;
+  int64_t group;    // value heads of a key head
+  int64_t heads;    // of them together in a chunk
+  int64_t chunks;   // of the longest sequence
+  int64_t every;    // chunks between two kept states
+  int64_t states;   // floats for them, for all heads
+  int64_t blocks;   // of sequences
+};
+
+Layout layout_of(const Problem& problem) {
+  Layout l{};
+  l.dims = {problem.K, problem.V, round_up(problem.K, kRows), round_up(problem.V, kPanel)};
+  l.key_heads = problem.H;
+  l.group = problem.H > 0 ? problem.HV / problem.H : 0;
+  l.heads = least(l.group, kHeads);
+  l.chunks = (problem.longest + kC - 1) / kC;
+  const int64_t state = l.heads * l.dims.Kp * l.dims.Vp, wanted = kStateBytes / int64_t(sizeof(float));
+  l.every = 1;
+  while (l.every * kC < kMaxEvery && (l.chunks + l.every - 1) / l.every * state > wanted) l.every *= 2;
+  l.states = (l.chunks + l.every - 1) / l.every * state;
+  l.blocks = least(problem.N, kMaxBlocks);
+  return l;
+}
+
+// The floats of a slot, handed out in order; 64-byte aligned.
+struct Carver {
+  char* base;  // null when only counting
+  int64_t used;
+  float* take(int64_t n) {
+    float* p = base ? reinterpret_cast<float*>(base + used) : nullptr;
+    used += round_up(n * int64_t(sizeof(float)), 64);
+    return p;
+  }
+};
+
+struct Slot {
+  Keys keys;
+  Head head;
+  float* rows;         // [C Kp] a gradient on its way out
+  float* dS;           // [heads] panels
+  float* states;       // [states kept][heads] panels
+  float* between;      // [every - 1][heads] panels: states inside the current segment
+  float* deltas;       // [chunks][heads] panels of [C Vp]
+  double* partials;    // [blocks HV 2]: d_A_log, d_dt_bias of each task; slot 0's serve them all
+  float* accumulated;  // [chunks][2] of [Kp C]: d_q, d_k when the group takes several rounds
+};
+
+void carve_keys(Carver& c, const Dims& d, Keys* k) {
+  k->q_rows = c.take(kC * d.Kp), k->k_rows = c.take(kC * d.Kp);
+  k->q_cols = c.take(kC * d.Kp), k->k_cols = c.take(kC * d.Kp);
+  k->d_q_cols = c.take(kC * d.Kp), k->d_k_cols = c.take(kC * d.Kp);
+  k->qk = c.take(kSquare), k->kk = c.take(kSquare);
+  k->reads = c.take(kSquare), k->writes = c.take(kSquare), k->weights = c.take(2 * kSquare);
+  k->q_rstd = c.take(kC), k->k_rstd = c.take(kC);
+}
+void carve_head(Carver& c, const Dims& d, Head* h) {
+  h->scalars = reinterpret_cast<Scalars*>(c.take(int64_t(sizeof(Scalars) / sizeof(float))));
+  h->D = c.take(kSquare), h->minus_L = c.take(kSquare), h->P = c.take(kSquare);
+  h->Z = c.take(kSquare), h->products = c.take(kSquare);
+  h->E = c.take(kC), h->read_gate = c.take(kC), h->write_gate = c.take(kC), h->r_dot = c.take(kC * kLanes);
+  h->d_o = c.take(kC * d.Vp), h->d_v = c.take(kC * d.Vp);
+  h->d_o_decayed = c.take(kC * d.Vp), h->d_v_decayed = c.take(kC * d.Vp), h->cols = c.take(3 * kC * d.Vp);
+}
+
+int64_t carve(const Layout& l, char* base, Slot* slot) {
+  Carver c{base, 0};
+  const int64_t state = l.heads * l.dims.Kp * l.dims.Vp;
+  carve_keys(c, l.dims, &slot->keys);
+  carve_head(c, l.dims, &slot->head);
+  slot->rows = c.take(kC * l.dims.Kp);
+  slot->dS = c.take(state);
+  slot->between = c.take(kMaxEvery / kC * state);
+  slot->deltas = c.take(l.chunks * l.heads * kC * l.dims.Vp);
+  slot->accumulated = c.take(l.group > l.heads ? l.chunks * 2 * l.dims.Kp * kC : 0);
+  slot->partials = reinterpret_cast<double*>(c.take(l.blocks * l.group * l.key_heads * 4));
+  // Last, and never less than a longer sequence of the same problem would want: it may keep fewer.
+  slot->states = c.take(l.every > 1 ? most(l.states, kStateBytes / int64_t(sizeof(float))) : l.states);
+  return c.used;
+}
+
+// ---- one task ---------------------------------------------------------------------------------------
+
+struct Call {
+  const Problem& problem;
+  const Args& args;
+  const Layout& layout;
+  char* slots;
+  int64_t slot_bytes;
+  double* partials;  // [blocks HV 2]
+};
+
+// Value heads [first, first + count) of key head h in sequence [begin, end).
+struct Work {
+  const Problem& problem;
+  const Args& args;
+  const Layout& layout;
+  Slot slot;
+  int64_t n, h, begin, end, first, count;
+  float scale;
+  HeadGate gates[kHeads];
+  double sums[kHeads][2];
+
+  int64_t chunks() const { return (end - begin + kC - 1) / kC; }
+  int64_t tokens(int64_t c) const { return least(kC, end - begin - c * kC); }
+  Tokens at(const thalweg_tensor& t, int64_t c, int64_t head) const {
+    return tokens_at(t, problem.T, begin + c * kC, head);
+  }
+  int64_t state_floats() const { return layout.dims.Kp * layout.dims.Vp; }
+  float* state(int64_t c, int64_t x) const {  // before chunk c
+    const int64_t kept = c / layout.every, inside = c % layout.every;
+    float* base = inside ? slot.between + (inside - 1) * layout.heads * state_floats()
+                         : slot.states + kept * layout.heads * state_floats();
+    return base + x * state_floats();
+  }
+  float* deltas(int64_t c, int64_t x) const {
+    return slot.deltas + (c * layout.heads + x) * kC * layout.dims.Vp;
+  }
+};
+
+void load_keys(const Work& w, int64_t c, bool with_q) {
+  const Dims& d = w.layout.dims;
+  const Keys& keys = w.slot.keys;
+  load_rows<flat>(w.at(w.args.k, c, w.h), w.tokens(c), d.K, d.Kp, keys.k_rows);
+  if (w.args.use_qk_l2norm) normalise(keys.k_rows, d.Kp, keys.k_rstd);
+  transpose(keys.k_rows, d.Kp, kC, d.Kp, keys.k_cols, kC);
+  token_products(keys.k_cols, keys.k_cols, d.Kp, keys.kk);
+  if (!with_q) return;
+  load_rows<flat>(w.at(w.args.q, c, w.h), w.tokens(c), d.K, d.Kp, keys.q_rows);
+  if (w.args.use_qk_l2norm) normalise(keys.q_rows, d.Kp, keys.q_rstd);
+  transpose(keys.q_rows, d.Kp, kC, d.Kp, keys.q_cols, kC);
+  token_products(keys.q_cols, keys.k_cols, d.Kp, keys.qk);
+}
+
+void load_head(const Work& w, int64_t c, int64_t x) {
+  const Head& head = w.slot.head;
+  const int64_t hv = w.first + x;
+  load_scalars(w.args, w.gates[x], w.at(w.args.g, c, hv), w.at(w.args.beta, c, hv), w.tokens(c), head.scalars);
+  decays(head.scalars->g, head.D, head.E);
+}
+
+// Deltas of every chunk, and the states that are kept.
+void run_forward(const Work& w) {
+  const Dims& d = w.layout.dims;
+  for (int64_t c = 0; c < w.chunks(); ++c) {
+    load_keys(w, c, false);
+    for (int64_t x = 0; x < w.count; ++x) {
+      load_head(w, c, x);
+      load_rows<paneled>(w.at(w.args.v, c, w.first + x), w.tokens(c), d.V, d.Vp, w.deltas(c, x));
+      chunk_deltas(d, w.slot.keys, w.slot.head, w.state(c, x), w.deltas(c, x));
+      if (c + 1 < w.chunks())
+        advance_state(d, w.slot.keys, w.slot.head, w.deltas(c, x), w.state(c, x), w.state(c + 1, x));
+    }
+  }
+}
+
+// The states inside the segment whose last chunk is c, from the kept one and the deltas.
+void run_again(const Work& w, int64_t c) {
+  for (int64_t i = c / w.layout.every * w.layout.every; i < c; ++i) {
+    const Dims& d = w.layout.dims;
+    load_rows<flat>(w.at(w.args.k, i, w.h), w.tokens(i), d.K, d.Kp, w.slot.keys.k_rows);
+    if (w.args.use_qk_l2norm) normalise(w.slot.keys.k_rows, d.Kp, w.slot.keys.k_rstd);
+    for (int64_t x = 0; x < w.count; ++x) {
+      load_head(w, i, x);
+      advance_state(d, w.slot.keys, w.slot.head, w.deltas(i, x), w.state(i, x), w.state(i + 1, x));
+    }
+  }
+}
+
+// d_g and d_beta of a chunk, through what was fused.
+void store_scalars(Work& w, int64_t c, int64_t x, const float* d_g) {
+  const Head& head = w.slot.head;
+  const Scalars& s = *head.scalars;
+  const Tokens g = w.at(w.args.d_g, c, w.first + x), beta = w.at(w.args.d_beta, c, w.first + x);
+  for (int64_t i = 0; i < w.tokens(c); ++i) {
+    const float raw = d_g[i] * s.g_slope[i];
+    if (w.args.use_gate) {
+      w.sums[x][0] += d_g[i] == 0 ? 0 : double(d_g[i]) * s.g[i];
+      w.sums[x][1] += raw;
+    }
+    if (g.data) store_scalar(g.data + i * g.step, g.dtype, raw);
+    if (beta.data) store_scalar(beta.data + i * beta.step, beta.dtype, hsum(load(head.r_dot + i * kLanes)) * s.beta_slope[i]);
+  }
+}
+
+void run_head_backward(Work& w, int64_t c, int64_t x) {
+  const Dims& d = w.layout.dims;
+  const Keys& keys = w.slot.keys;
+  const Head& head = w.slot.head;
+  const float *S = w.state(c, x), *r = w.deltas(c, x);
+  float* dS = w.slot.dS + x * w.state_floats();
+  load_head(w, c, x);
+  load_rows<paneled>(w.at(w.args.d_o, c, w.first + x), w.tokens(c), d.V, d.Vp, head.d_o);
+  backward_factors(keys, head, w.scale);
+  chunk_d_v(d, keys, head, r, dS, w.scale);
+  store_rows<paneled>(w.at(w.args.d_v, c, w.first + x), w.tokens(c), d.V, d.Vp, head.d_v);
+  turn_columns(d, head, r);
+  state_gradients(d, keys, head, S, dS, w.scale);
+  const float state_product = carry_back(d, keys, head, S, dS);
+  token_gradients(d, keys, head, w.scale);
+  alignas(64) float d_g[kC];
+  gate_gradient(head, state_product, d_g);
+  store_scalars(w, c, x, d_g);
+}
+
+// d_q or d_k of a chunk, summed over the group, through the norm where it was fused.
+void store_rows_of(const Work& w, const thalweg_tensor& t, int64_t c, const float* cols, const float* rows,
+                   const float* rstd) {
+  if (!is_there(t)) return;
+  const Dims& d = w.layout.dims;
+  transpose(cols, kC, d.Kp, kC, w.slot.rows, d.Kp);
+  if (w.args.use_qk_l2norm) normalise_gradient(rows, rstd, d.Kp, w.slot.rows);
+  store_rows<flat>(w.at(t, c, w.h), w.tokens(c), d.K, d.Kp, w.slot.rows);
+}
+
+void run_backward(Work& w) {
+  const Dims& d = w.layout.dims;
+  Keys& keys = w.slot.keys;
+  const int64_t columns = d.Kp * kC, group_begin = w.h * w.layout.group;
+  const bool is_first = w.first == group_begin, is_last = w.first + w.count == group_begin + w.layout.group;
+  for (int64_t c = w.chunks() - 1; c >= 0; --c) {
+    if (c % w.layout.every == w.layout.every - 1 && c + 1 < w.chunks()) run_again(w, c);
+    if (w.layout.group > w.layout.heads) {
+      keys.d_q_cols = w.slot.accumulated + 2 * c * columns;
+      keys.d_k_cols = keys.d_q_cols + columns;
+    }
+    if (is_first) {
+      memset(keys.d_q_cols, 0, size_t(columns) * sizeof(float));
+      memset(keys.d_k_cols, 0, size_t(columns) * sizeof(float));
+    }
+    load_keys(w, c, true);
+    memset(keys.reads, 0, kSquare * sizeof(float));
+    memset(keys.writes, 0, kSquare * sizeof(float));
+    for (int64_t x = 0; x < w.count; ++x) run_head_backward(w, c, x);
+    pair_gradients(d, keys);
+    if (!is_last) continue;
+    store_rows_of(w, w.args.d_q, c, keys.d_q_cols, keys.q_rows, keys.q_rstd);
+    store_rows_of(w, w.args.d_k, c, keys.d_k_cols, keys.k_rows, keys.k_rstd);
+  }
+}
+
+void run_sequence(const Call& call, const Slot& slot, int64_t n, int64_t h, double* partials) {
+  const Layout& l = call.layout;
+  const Dims& d = l.dims;
+  const Span span = sequence_span(call.problem, call.args.cu_seqlens, n);
+  for (int64_t first = h * l.group; first < (h + 1) * l.group; first += l.heads) {
+    Work w{call.problem, call.args, l, slot, n, h, span.begin, span.end, first,
+           least(l.heads, (h + 1) * l.group - first), float(call.problem.scale), {}, {}};
+    for (int64_t x = 0; x < w.count; ++x) {
+      w.gates[x] = head_gate(call.args, first + x);
+      load_state(call.args.d_final_state, n, first + x, d.K, d.V, d.Kp, d.Vp, slot.dS + x * w.state_floats());
+      if (w.chunks() > 0)
+        load_state(call.args.initial_state, n, first + x, d.K, d.V, d.Kp, d.Vp, w.state(0, x));
+    }
+    run_forward(w);
+    run_backward(w);
+    for (int64_t x = 0; x < w.count; ++x) {
+      store_state(call.args.d_initial_state, n, first + x, d.K, d.V, d.Kp, slot.dS + x * w.state_floats());
+      partials[2 * (first + x)] += w.sums[x][0];
+      partials[2 * (first + x) + 1] += w.sums[x][1];
+    }
+  }
+}
+
+void zero_tail(const Call& call, int64_t h) {
+  const Problem& p = call.problem;
+  const int64_t group = call.layout.group;
+  const int64_t begin = p.N > 0 ? sequence_span(p, call.args.cu_seqlens, p.N - 1).end : 0, end = p.B * p.T;
+  zero_rows(call.args.d_q, p.T, begin, end, h);
+  zero_rows(call.args.d_k, p.T, begin, end, h);
+  for (int64_t hv = h * group; hv < (h + 1) * group; ++hv) {
+    zero_rows(call.args.d_v, p.T, begin, end, hv);
+    zero_rows(call.args.d_g, p.T, begin, end, hv);
+    zero_rows(call.args.d_beta, p.T, begin, end, hv);
+  }
+}
+
+// Task: block of sequences i / H, key head i % H; one block more zeroes the rows past the last sequence.
+void run_task(void* arg, int64_t i, int64_t slot_index) {
+  const Call& call = *static_cast<const Call*>(arg);
+  const Problem& p = call.problem;
+  const Layout& l = call.layout;
+  const int64_t block = i / p.H, h = i % p.H;
+  if (block == l.blocks) return zero_tail(call, h);
+  Slot slot;
+  carve(l, call.slots + slot_index * call.slot_bytes, &slot);
+  double* partials = call.partials + 2 * block * p.HV;
+  for (int64_t hv = h * l.group; hv < (h + 1) * l.group; ++hv) partials[2 * hv] = partials[2 * hv + 1] = 0;
+  const int64_t n_begin = p.N * block / l.blocks, n_end = p.N * (block + 1) / l.blocks;
+  for (int64_t n = n_begin; n < n_end; ++n) run_sequence(call, slot, n, h, partials);
+}
+
+void sum_partials(const Call& call, const thalweg_tensor& t, int64_t which) {
+  if (!is_there(t)) return;
+  for (int64_t hv = 0; hv < call.problem.HV; ++hv) {
+    double sum = 0;
+    for (int64_t block = 0; block < call.layout.blocks; ++block)
+      sum += call.partials[2 * (block * call.problem.HV + hv) + which];
+    store_element(t, hv * t.stride[0], sum);
+  }
+}
+
+}  // namespace
+
+namespace THALWEG_ISA {
+
+int64_t cpu_chunk_bwd_slot_bytes(const Problem& problem) {
+  Slot slot;
+  return carve(layout_of(problem), nullptr, &slot);
+}
+
+void cpu_chunk_bwd(const Problem& problem, const Plan& plan, const thalweg_gated_delta_rule_bwd_args& args,
+                   const Exec& exec) {
+  const Layout layout = layout_of(problem);
+  char* slots = exec.workspace + plan.shared_bytes;
+  Slot first;
+  carve(layout, slots, &first);
+  Call call{problem, args, layout, slots, plan.slot_bytes, first.partials};
+  const bool tail = problem.packed && problem.T > 0;
+  parallel_tasks(exec, (layout.blocks + tail) * problem.H, plan.num_slots, run_task, &call);
+  sum_partials(call, args.d_A_log, 0);
+  sum_partials(call, args.d_dt_bias, 1);
+}
+
+}  // namespace THALWEG_ISA
+}  // namespace thalweg::gated_delta_rule
