@@ -10,8 +10,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 base=(g++ cmake make python3)
-demo=(libopenblas-serial-dev)
-test=(libcli11-dev nlohmann-json3-dev libfmt-dev libgtest-dev)
+demo=(libopenblas-serial-dev zlib1g-dev liblzma-dev libcli11-dev nlohmann-json3-dev libfmt-dev)
+test=(libgtest-dev)
 
 fail() {
   echo "setup: $*" >&2
@@ -24,12 +24,11 @@ case "${1:-}" in
   *) fail "goal, got '${1:-}', expected demo or test" ;;
 esac
 
-command -v dpkg-query >/dev/null && command -v apt-get >/dev/null ||
-  if [ "${THALWEG_NO_INSTALL:-}" = 1 ]; then
-    exit 0
-  else
+if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
+  [ "${THALWEG_NO_INSTALL:-}" = 1 ] ||
     fail "this is no Debian machine: install the like of ${wanted[*]} by hand, then set THALWEG_NO_INSTALL=1"
-  fi
+  exit 0
+fi
 
 is_installed() {
   local status

@@ -3,7 +3,7 @@
 # smoke set under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
 # Goes on after a failure, ends with a table, and exits non-zero when anything failed.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 jobs=${JOBS:-$(nproc)}
 export JOBS=$jobs
 rows=() failed=0

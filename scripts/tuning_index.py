@@ -44,19 +44,22 @@ def read_note(path):
 
 
 def evidence_of(front):
-    """The ids that a note names: separated by spaces."""
+    """The results that a note names, separated by spaces: FILE#CASE, or FILE#CASE#KERNEL where a file has
+    the case for several kernels; FILE is the name under bench/results without .jsonl."""
     return front.get("evidence", "").split()
 
 
-def result_ids():
-    """{id: file name} of every committed result."""
+def results():
+    """{evidence id: record} of every committed result, in both forms."""
     ids = {}
-    for path in sorted((ROOT / "bench" / "results").rglob("*.jsonl")):
+    folder = ROOT / "bench" / "results"
+    for path in sorted(folder.rglob("*.jsonl")):
+        name = str(path.relative_to(folder))[:-len(".jsonl")]
         for line in path.read_text(encoding="utf-8").splitlines():
-            if line.strip():
-                record = json.loads(line)
-                if "id" in record:
-                    ids[str(record["id"])] = str(path.relative_to(ROOT))
+            record = json.loads(line) if line.strip() else {}
+            if "case" in record:
+                ids[f"{name}#{record['case']}"] = record
+                ids[f"{name}#{record['case']}#{record.get('kernel')}"] = record
     return ids
 
 

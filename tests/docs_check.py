@@ -205,10 +205,12 @@ def check_note(faults, path, operators, results):
         faults.add(path, 1, f"status, got {front.get('status')}, expected one of {list(tuning_index.STATUSES)}")
     evidence = tuning_index.evidence_of(front)
     if not evidence:
-        faults.add(path, 1, "evidence, got none, expected ids of results in bench/results")
+        faults.add(path, 1, "evidence, got none, expected results in bench/results")
     for name in evidence:
         if name not in results:
-            faults.add(path, 1, f"evidence, got {name}, expected the id of a result in bench/results")
+            faults.add(path, 1, f"evidence, got {name}, expected FILE#CASE[#KERNEL] of a result in bench/results")
+        elif results[name].get("verified") is not True:
+            faults.add(path, 1, f"evidence, got {name}, which was not verified, expected a verified result")
     for heading, after in zip(headings, headings[1:] + [None]):
         start = body.index("## " + heading) + 1
         end = body.index("## " + after) if after else len(body)
@@ -221,7 +223,7 @@ def check_tuning(faults):
     notes = tuning_index.notes()
     if not notes:
         faults.add("docs/tuning", 0, "notes, got none, expected at least one")
-    results = tuning_index.result_ids()
+    results = tuning_index.results()
     before = faults.count
     for path in notes:
         check_note(faults, path, operators, results)
