@@ -60,12 +60,13 @@ double dot(const double* a, const double* b, int64_t n) {
   return sum;
 }
 
-void parallel(int64_t tasks, const std::function<void(int64_t)>& task) {
+// Threads only where there is work for them: a task of a tiny case takes less than starting one.
+void parallel(int64_t tasks, double flops, const std::function<void(int64_t)>& task) {
   std::atomic<int64_t> next{0};
   auto work = [&] {
     for (int64_t i = next++; i < tasks; i = next++) task(i);
   };
-  int64_t threads = std::min<int64_t>(tasks, std::thread::hardware_concurrency());
+  int64_t threads = flops < 1e5 ? 1 : std::min<int64_t>(tasks, std::thread::hardware_concurrency());
   std::vector<std::thread> others;
   for (int64_t i = 1; i < threads; ++i) others.emplace_back(work);
   work();
@@ -85,6 +86,8 @@ struct Inputs {
     group = H ? HV / H : 0;
     scale = a.scale == 0 ? 1 / std::sqrt(double(K)) : a.scale;
   }
+
+  double work() const { return double(B) * double(T) * double(HV) * double(K) * double(V); }
 };
 
 // One token as one value head sees it, after the fused steps.
@@ -298,7 +301,7 @@ void reference_fwd(const void* args) {
   set_zero(a.o);  // also the rows that belong to no sequence
   set_zero(a.final_state);
   set_zero(a.chunk_states);
-  parallel(num_sequences(in) * in.HV, [&](int64_t i) { forward_head(in, i / in.HV, i % in.HV); });
+  parallel(num_sequences(in) * in.HV, in.work(), [&](int64_t i) { forward_head(in, i / in.HV, i % in.HV); });
 }
 
 void reference_bwd(const void* args) {
@@ -309,7 +312,7 @@ void reference_bwd(const void* args) {
     set_zero(*t);
   const int64_t N = num_sequences(in);
   std::vector<double> d_A_log(N * in.HV), d_dt_bias(N * in.HV);  // [N HV]
-  parallel(N * in.H, [&](int64_t i) {
+  parallel(N * in.H, in.work(), [&](int64_t i) {
     int64_t n = i / in.H, h = i % in.H;
     for (int64_t hv = h * in.group; hv < (h + 1) * in.group; ++hv) {
       HeadBackward head(in, n, hv);
@@ -329,7 +332,7 @@ void reference_decode(const void* args) {
   const auto& a = *static_cast<const thalweg_gated_delta_rule_decode_args*>(args);
   Inputs in(a);
   set_zero(a.o);
-  parallel(in.B * in.HV, [&](int64_t i) {
+  parallel(in.B * in.HV, in.work(), [&](int64_t i) {
     const int64_t n = i / in.HV, hv = i % in.HV, K = in.K, V = in.V;
     const int64_t from = present(a.read_slots) ? int_at(a.read_slots, n) : n;
     if (from < 0) return;
