@@ -248,6 +248,12 @@ std::string Problem::check_guards() const {
   return outside.empty() ? "" : "workspace: " + outside;
 }
 
+std::string Problem::check_untouched() const {
+  for (const auto& [name, s] : impl_->storage)
+    if (!s.buffer.sparse() && std::memcmp(s.buffer.data(), s.expected.data(), s.expected.size()) != 0) return name + ": was written";
+  return check_guards();
+}
+
 std::vector<std::string> Problem::outputs() const {
   std::vector<std::string> names;
   for (const thalweg_field* field : tensor_fields(*impl_->c.pass))

@@ -115,6 +115,7 @@ class Problem {
   Values read(const std::string& field) const;       // as stored now, in float64
   const std::map<std::string, Values>& inputs() const;  // as rounded; inout: before the call
   std::string check_guards() const;    // "" or what was written outside its buffer, or an input changed
+  std::string check_untouched() const; // the same, and "" only if no output was written either: after an error
   std::vector<std::string> outputs() const;  // names of present out and inout tensors
   std::string kernel() const;          // which row runs it, from explain
 
