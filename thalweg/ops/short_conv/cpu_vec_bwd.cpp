@@ -1,0 +1,275 @@
+// cpu_vec_bwd – short convolution, backward, vectors over channels.
+//
+// HEADER
+#include "thalweg/ops/short_conv/problem.h"
+#include "thalweg/ops/short_conv/vec.h"
+
+namespace thalweg::short_conv {
+namespace {
+
+constexpr int kGroup = 8;           // tokens of a column at a time
+constexpr int64_t kSumTokens = 64;  // float32 sums before they join the block's
+
+struct Call {
+  const Problem& p;
+  const thalweg_short_conv_bwd_args& args;
+  char* scratch;
+  int64_t slot_bytes;
+  float* partials;  // [blocks][W + 1][D]
+  int64_t block, strip, num_strips;
+  bool stream;
+};
+
+// The strip of a task: its channels and its scratch, rows of `pitch` floats.
+struct Strip {
+  int64_t d0, count, pitch;
+  bool silu;
+  float* weight;   // [W + 1], bias last
+  float* inputs;   // [W - 1] before the next token, oldest first
+  float* slopes;   // [W - 1] dpre before the next token
+  float* sums;     // [W + 1], null when not wanted
+  float* d_final;  // [W]
+  float* row;      // [1]
+};
+
+// G tokens. d_x[i] belongs to the input W - 1 tokens before token i, the last that reads it.
+template <class E>
+struct Group {
+  const typename E::Stored* x;    // null past the sequence, where dpre is 0
+  const typename E::Stored* d_y;  // null: 0
+  typename E::Stored* d_x;        // null: not stored
+  int64_t x_stride, d_y_stride, d_x_stride;
+  int skip;              // leading rows of d_x that are not stored
+  float* d_x_row;        // where a single token's d_x goes as floats instead, or null
+  const float* d_final;  // added to a single token's d_x, or null
+  bool add;              // to the sums
+};
+
+// One vector of channels, G tokens; d_x goes to `d_x` with its own stride.
+template <class E, int W, int G, bool whole>
+[[gnu::always_inline]] inline void column(const Strip& s, const Group<E>& g, int64_t c, typename E::Stored* d_x,
+                                          int64_t d_x_stride, int64_t n) {
+  vf w[W], x[W - 1 + G], slope[W - 1 + G];
+#pragma GCC unroll 8
+  for (int j = 0; j < W; ++j) w[j] = load(s.weight + j * s.pitch + c);
+#pragma GCC unroll 8
+  for (int j = 0; j < W - 1; ++j) {
+    x[j] = load(s.inputs + j * s.pitch + c);
+    slope[j] = load(s.slopes + j * s.pitch + c);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < G; ++i) {
+    x[W - 1 + i] = g.x ? get<E, whole>(g.x + i * g.x_stride + c, n) : zero();
+    slope[W - 1 + i] = g.d_y && g.x ? get<E, whole>(g.d_y + i * g.d_y_stride + c, n) : zero();
+    if (G > 1) {
+      prefetch(g.x + (i + G) * g.x_stride + c);
+      prefetch(g.d_y + (i + G) * g.d_y_stride + c);
+    }
+  }
+  if (s.silu) {
+    const vf bias = load(s.weight + W * s.pitch + c);
+#pragma GCC unroll 8
+    for (int i = 0; i < G; ++i) {
+      vf pre = bias;
+#pragma GCC unroll 8
+      for (int j = 0; j < W; ++j) pre = fma(w[j], x[i + j], pre);
+      slope[W - 1 + i] = g.x ? slope[W - 1 + i] * silu_slope(pre) : zero();
+    }
+  }
+  if (g.add) {
+#pragma GCC unroll 9
+    for (int j = 0; j <= W; ++j) {
+      vf sum = load(s.sums + j * s.pitch + c);
+#pragma GCC unroll 8
+      for (int i = 0; i < G; ++i) sum = j < W ? fma(slope[W - 1 + i], x[i + j], sum) : sum + slope[W - 1 + i];
+      store(s.sums + j * s.pitch + c, sum);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < G; ++i) {
+    vf sum = G == 1 && g.d_final ? load(g.d_final + c) : zero();
+#pragma GCC unroll 8
+    for (int j = 0; j < W; ++j) sum = fma(w[j], slope[W - 1 + i - j], sum);
+    if (i >= g.skip) put<E, whole>(d_x + i * d_x_stride, sum, n);
+    if (G == 1 && g.d_x_row) store(g.d_x_row + c, sum);
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < W - 1; ++j) {
+    store(s.inputs + j * s.pitch + c, x[G + j]);
+    store(s.slopes + j * s.pitch + c, slope[G + j]);
+  }
+}
+
+template <class E, int W, int G, bool kStreams>
+void columns(const Strip& s, const Group<E>& g) {
+  constexpr int64_t line = kLineBytes / int64_t(sizeof(typename E::Stored));
+  int64_t c = 0;
+  if constexpr (kStreams) {
+    alignas(64) typename E::Stored tile[G * line];
+    for (; c + line <= s.count; c += line) {
+      for (int64_t v = 0; v < line; v += kLanes) column<E, W, G, true>(s, g, c + v, tile + v, line, kLanes);
+      for (int i = g.skip; i < G; ++i) stream_line(g.d_x + i * g.d_x_stride + c, tile + i * line);
+    }
+  }
+  for (; c + kLanes <= s.count; c += kLanes) column<E, W, G, true>(s, g, c, g.d_x + c, g.d_x_stride, kLanes);
+  if (c < s.count) column<E, W, G, false>(s, g, c, g.d_x + c, g.d_x_stride, s.count - c);
+}
+
+inline void clear(float* row, int64_t count) { memset(row, 0, size_t(count) * sizeof(float)); }
+
+// Adds the sums to the block's and clears them.
+template <int W>
+void flush_sums(const Strip& s, float* partial, int64_t D) {
+  for (int j = 0; j <= W; ++j) {
+    float *sum = s.sums + j * s.pitch, *to = partial + j * D;
+    int64_t c = 0;
+    for (; c + kLanes <= s.count; c += kLanes) store(to + c, load(to + c) + load(sum + c));
+    if (c < s.count) store_n(to + c, load_n(to + c, s.count - c) + load(sum + c), s.count - c);
+    clear(sum, s.count);
+  }
+}
+
+template <class Stored>
+Stored* row_at(const thalweg_tensor& t, const Problem& p, int64_t r, int64_t d0) {
+  return t.dtype ? static_cast<Stored*>(t.data) + r / p.T * t.stride[0] + r % p.T * t.stride[1] + d0 : nullptr;
+}
+
+// One token, or one row past the sequence: every special case.
+template <class E, int W>
+void single(const Call& call, const Strip& s, const Span& span, int64_t r, int64_t first, int64_t last) {
+  using Stored = typename E::Stored;
+  const Problem& p = call.p;
+  const auto& args = call.args;
+  const int64_t done = r - (W - 1);  // the input whose gradient is complete
+  const bool inside = r < span.end;
+  Group<E> g{};
+  g.x = inside ? row_at<const Stored>(args.x, p, r, s.d0) : nullptr;
+  g.d_y = inside ? row_at<const Stored>(args.d_y, p, r, s.d0) : nullptr;
+  g.add = s.sums && r < last;
+  g.d_x = done >= first ? row_at<Stored>(args.d_x, p, done, s.d0) : nullptr;
+  g.skip = g.d_x ? 0 : 1;
+  const bool in_state = done < span.begin && first == span.begin && args.d_initial_state.dtype;
+  if (in_state) g.d_x_row = s.row;
+  if (args.d_final_state.dtype && done >= span.end - W) g.d_final = s.d_final + (done - (span.end - W)) * s.pitch;
+  columns<E, W, 1, false>(s, g);
+  if (in_state) store_slot(s.row, args.d_initial_state, span.n, W + done - span.begin, s.d0, s.count);
+}
+
+// Rows [first, last) of a sequence.
+template <class E, int W>
+void piece(const Call& call, const Strip& s, const Span& span, int64_t first, int64_t last, float* partial) {
+  using Stored = typename E::Stored;
+  const Problem& p = call.p;
+  const auto& args = call.args;
+  const bool has_final = args.d_final_state.dtype != THALWEG_NONE;
+  const bool to_state = first == span.begin && args.d_initial_state.dtype != THALWEG_NONE;
+  if (has_final) load_state(args.d_final_state, W, span.n, s.d0, s.count, s.pitch, s.d_final);
+  load_history(p, args.x, args.initial_state, span, first, s.d0, s.count, s.pitch, s.inputs - s.pitch);
+  for (int j = 0; j < W - 1; ++j) clear(s.slopes + j * s.pitch, s.count);
+  if (to_state) {  // slot 0 is read by no token
+    clear(s.row, s.count);
+    store_slot(s.row, args.d_initial_state, span.n, 0, s.d0, s.count);
+  }
+  int64_t r = first, in_sums = 0;
+  while (r < last + (W - 1)) {
+    // A group has all its tokens in the piece and the gradients it completes in d_x, d_final apart.
+    const bool grouped = r + kGroup <= last && (r - (W - 1) >= first || (r == first && !to_state)) &&
+                         (!has_final || r + kGroup < span.end);
+    const int64_t tokens = grouped ? kGroup : 1;
+    if (grouped) {
+      Group<E> g{};
+      g.x = row_at<const Stored>(args.x, p, r, s.d0);
+      g.d_y = row_at<const Stored>(args.d_y, p, r, s.d0);
+      g.x_stride = args.x.stride[1], g.d_y_stride = args.d_y.stride[1], g.d_x_stride = args.d_x.stride[1];
+      g.skip = !args.d_x.dtype ? kGroup : r == first ? W - 1 : 0;
+      if (g.skip < kGroup) g.d_x = row_at<Stored>(args.d_x, p, r, s.d0) - (W - 1) * g.d_x_stride;
+      g.add = s.sums != nullptr;
+      if (call.stream)
+        columns<E, W, kGroup, true>(s, g);
+      else
+        columns<E, W, kGroup, false>(s, g);
+    } else {
+      single<E, W>(call, s, span, r, first, last);
+    }
+    r += tokens;
+    in_sums += tokens;
+    if (s.sums && (in_sums >= kSumTokens || r >= last)) {
+      flush_sums<W>(s, partial, p.D);
+      in_sums = 0;
+    }
+  }
+}
+
+template <class E, int W>
+void backward_task(void* arg, int64_t i, int64_t slot) {
+  const Call& call = *static_cast<const Call*>(arg);
+  const Problem& p = call.p;
+  Strip s;
+  s.d0 = i % call.num_strips * call.strip;
+  s.count = p.D - s.d0 < call.strip ? p.D - s.d0 : call.strip;
+  s.pitch = call.strip;
+  s.silu = p.silu;
+  s.weight = reinterpret_cast<float*>(call.scratch + slot * call.slot_bytes);
+  s.inputs = s.weight + (W + 2) * s.pitch;  // one row more in front, the unused oldest input
+  s.slopes = s.inputs + (W - 1) * s.pitch;
+  s.sums = p.sums ? s.slopes + (W - 1) * s.pitch : nullptr;
+  s.d_final = s.slopes + 2 * W * s.pitch;
+  s.row = s.d_final + W * s.pitch;
+  load_weight(call.args.weight, call.args.bias, s.d0, s.count, s.pitch, s.weight);
+  const int64_t block = i / call.num_strips, begin = block * call.block;
+  const int64_t end = begin + call.block < p.B * p.T ? begin + call.block : p.B * p.T;
+  float* partial = p.sums ? call.partials + block * (W + 1) * p.D + s.d0 : nullptr;
+  for (int j = 0; j <= W && p.sums; ++j) {
+    clear(partial + j * p.D, s.count);
+    clear(s.sums + j * s.pitch, s.count);
+  }
+  for (int64_t r = begin; r < end;) {
+    const Span span = span_at(p, call.args.cu_seqlens, r);
+    const int64_t last = span.end < end ? span.end : end;
+    if (span.n >= 0)
+      piece<E, W>(call, s, span, r, last, partial);
+    else if (call.args.d_x.dtype)
+      for (int64_t t = r; t < last; ++t)
+        memset(row_at<typename E::Stored>(call.args.d_x, p, t, s.d0), 0, size_t(s.count) * sizeof(typename E::Stored));
+    r = last;
+  }
+  if (call.stream) stream_fence();
+}
+
+using Task = void (*)(void*, int64_t, int64_t);
+
+template <class E>
+Task task_of(int64_t W) {
+  constexpr Task tasks[] = {backward_task<E, 1>, backward_task<E, 2>, backward_task<E, 3>, backward_task<E, 4>,
+                            backward_task<E, 5>, backward_task<E, 6>, backward_task<E, 7>, backward_task<E, 8>};
+  return tasks[W - 1];
+}
+
+}  // namespace
+
+namespace THALWEG_ISA {
+
+void cpu_vec_bwd(const Problem& p, const Plan& plan, const thalweg_short_conv_bwd_args& args, const Exec& exec) {
+  const int64_t bytes = p.dtype == THALWEG_F32 ? 4 : 2;
+  const bool aligned = args.d_x.dtype && is_line_aligned(args.d_x.data) &&
+                       args.d_x.stride[0] * bytes % kLineBytes == 0 && args.d_x.stride[1] * bytes % kLineBytes == 0;
+  Call call{p,
+            args,
+            exec.workspace + plan.shared_bytes,
+            plan.slot_bytes,
+            reinterpret_cast<float*>(exec.workspace),
+            plan.values[kBlock],
+            plan.values[kStrip],
+            (p.D + plan.values[kStrip] - 1) / plan.values[kStrip],
+            plan.values[kStream] && aligned};
+  const int64_t num_blocks = (p.B * p.T + call.block - 1) / call.block;
+  const Task task = p.dtype == THALWEG_F32    ? task_of<F32>(p.W)
+                    : p.dtype == THALWEG_BF16 ? task_of<Bf16>(p.W)
+                                              : task_of<F16>(p.W);
+  parallel_tasks(exec, num_blocks * call.num_strips, plan.num_slots, task, &call);
+  write_empty_sequences(p, args);
+  sum_partials(p, args, call.partials, num_blocks, exec);
+}
+
+}  // namespace THALWEG_ISA
+}  // namespace thalweg::short_conv
