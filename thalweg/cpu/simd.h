@@ -139,6 +139,15 @@ constexpr int kVectorRegisters = 32;
 [[gnu::always_inline]] inline void store_f16(uint16_t* p, vf x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+// Two vectors of 16-bit numbers as one streamed line; p is 64-byte aligned.
+[[gnu::always_inline]] inline void stream_bf16(uint16_t* p, vf x, vf y) {
+  __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow_bf16(x)), narrow_bf16(y), 1);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), both);
+}
+[[gnu::always_inline]] inline void stream_f16(uint16_t* p, vf x, vf y) {
+  __m256i a = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), b = _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+}
 [[gnu::always_inline]] inline void store_f16_n(uint16_t* p, vf x, int64_t n) {
   _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -233,6 +242,14 @@ constexpr int kVectorRegisters = 16;
 [[gnu::always_inline]] inline void store_f16(uint16_t* p, vf x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+// Two vectors of 16-bit numbers as one streamed store; p is 32-byte aligned.
+[[gnu::always_inline]] inline void stream_bf16(uint16_t* p, vf x, vf y) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm256_set_m128i(narrow_bf16(y), narrow_bf16(x)));
+}
+[[gnu::always_inline]] inline void stream_f16(uint16_t* p, vf x, vf y) {
+  __m128i a = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), b = _mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm256_set_m128i(b, a));
+}
 [[gnu::always_inline]] inline void store_f16_n(uint16_t* p, vf x, int64_t n) {
   store_16_n(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), n);
 }
@@ -318,6 +335,14 @@ inline vf load_bf16(const uint16_t* p) { return load_bf16_n(p, 4); }
 inline void store_bf16(uint16_t* p, vf x) { store_bf16_n(p, x, 4); }
 inline vf load_f16(const uint16_t* p) { return load_f16_n(p, 4); }
 inline void store_f16(uint16_t* p, vf x) { store_f16_n(p, x, 4); }
+inline void stream_bf16(uint16_t* p, vf x, vf y) {
+  store_bf16(p, x);
+  store_bf16(p + 4, y);
+}
+inline void stream_f16(uint16_t* p, vf x, vf y) {
+  store_f16(p, x);
+  store_f16(p + 4, y);
+}
 
 #endif
 

@@ -91,6 +91,9 @@ template <int NV, bool kAdd>
 [[gnu::always_inline]] inline void gemm_panel(int64_t M, int64_t K, const float* a, int64_t a_row, int64_t a_col,
                                               const float* b, int64_t b_row, float* c, int64_t c_row, float c_scale) {
   int64_t i = 0;
+  if constexpr (NV == 1)  // twice the rows: enough sums for the latency, and one load of B for all of them
+    for (; M - i >= 2 * kTileRows; i += 2 * kTileRows)
+      gemm_tile<2 * kTileRows, NV, kAdd>(K, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, c_scale);
   // Where the tile has 6 rows, 8 that are left make two tiles of 4: one of 2 would wait for its own sums.
   for (; M - i >= kTileRows && (kTileRows == 8 || M - i != 8); i += kTileRows)
     gemm_tile<kTileRows, NV, kAdd>(K, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, c_scale);

@@ -3,6 +3,7 @@
 //
 // Kernels whose inner loops load storage are templates on F32, Bf16 or F16 (`S::load`, `S::Element`);
 // what is called once a row or once a state takes the dtype at run time and takes float64 too.
+// S::stream(p, x, y) writes two vectors past the caches; p is kStreamAlign aligned, and stream_fence() ends it.
 #ifndef THALWEG_CPU_BLOCKS_ROWS_H
 #define THALWEG_CPU_BLOCKS_ROWS_H
 
@@ -12,12 +13,18 @@
 namespace thalweg {
 namespace {
 
+constexpr int64_t kStreamAlign = 4 * kLanes;
+
 struct F32 {
   using Element = float;
   [[gnu::always_inline]] static vf load(const float* p) { return thalweg::load(p); }
   [[gnu::always_inline]] static vf load_n(const float* p, int64_t n) { return thalweg::load_n(p, n); }
   [[gnu::always_inline]] static void store(float* p, vf x) { thalweg::store(p, x); }
   [[gnu::always_inline]] static void store_n(float* p, vf x, int64_t n) { thalweg::store_n(p, x, n); }
+  [[gnu::always_inline]] static void stream(float* p, vf x, vf y) {
+    thalweg::stream(p, x);
+    thalweg::stream(p + kLanes, y);
+  }
 };
 struct Bf16 {
   using Element = uint16_t;
@@ -25,6 +32,7 @@ struct Bf16 {
   [[gnu::always_inline]] static vf load_n(const uint16_t* p, int64_t n) { return load_bf16_n(p, n); }
   [[gnu::always_inline]] static void store(uint16_t* p, vf x) { store_bf16(p, x); }
   [[gnu::always_inline]] static void store_n(uint16_t* p, vf x, int64_t n) { store_bf16_n(p, x, n); }
+  [[gnu::always_inline]] static void stream(uint16_t* p, vf x, vf y) { stream_bf16(p, x, y); }
 };
 struct F16 {
   using Element = uint16_t;
@@ -32,6 +40,7 @@ struct F16 {
   [[gnu::always_inline]] static vf load_n(const uint16_t* p, int64_t n) { return load_f16_n(p, n); }
   [[gnu::always_inline]] static void store(uint16_t* p, vf x) { store_f16(p, x); }
   [[gnu::always_inline]] static void store_n(uint16_t* p, vf x, int64_t n) { store_f16_n(p, x, n); }
+  [[gnu::always_inline]] static void stream(uint16_t* p, vf x, vf y) { stream_f16(p, x, y); }
 };
 
 inline int64_t element_bytes(thalweg_dtype dtype) {

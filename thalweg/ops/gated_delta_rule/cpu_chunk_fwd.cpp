@@ -297,38 +297,77 @@ void load_decays(const Task& t, int64_t c) {
   for (int64_t v = 0; v < NV; ++v) store(e + v * kLanes, exp(load(e + v * kLanes)));
 }
 
-// Columns of panels [first, last) of v, to and from scratch.
+// Columns of panels [first, last) of v, to scratch; rows up to the end of the last chunk and columns past V are 0.
 template <class S>
 [[gnu::noinline]] void load_values(const Task& t, int64_t hv, int64_t row, int64_t count, int64_t first,
                                    int64_t last) {
+  using Element = const typename S::Element*;
   const Problem& pb = *t.call->problem;
   const thalweg_tensor& v = t.call->args->v;
-  int64_t b = row / pb.T, token = row % pb.T, padded = round_up(count, C);
-  for (int64_t i = 0; i < padded; ++i) {
-    for (int64_t col = first * kPanel; col < last * kPanel; col += kLanes) {
-      float* out = t.x.vo + ((col / kPanel - first) * kBlock + i) * kPanel + col % kPanel;
-      vf x = zero();
-      if (i < count && col < pb.V) {
-        auto at = reinterpret_cast<const typename S::Element*>(element_at(v, b, token + i, hv, col));
-        x = pb.V - col >= kLanes ? S::load(at) : S::load_n(at, pb.V - col);
-      }
-      store(out, x);
+  int64_t left = pb.V - first * kPanel, columns = left < (last - first) * kPanel ? left : (last - first) * kPanel;
+  auto from = reinterpret_cast<Element>(element_at(v, row / pb.T, row % pb.T, hv, first * kPanel));
+  float* out = t.x.vo;
+  for (int64_t i = 0; i < count; ++i, from += v.stride[1], out += kPanel) {
+    float* at = out;
+    int64_t col = 0;
+    for (; col + kPanel <= columns; col += kPanel, at += kBlock * kPanel) {
+      vf x = S::load(from + col), y = S::load(from + col + kLanes);
+      store(at, x);
+      store(at + kLanes, y);
     }
+    if (col == columns) continue;
+    int64_t n = columns - col, n0 = n < kLanes ? n : kLanes;
+    store(at, S::load_n(from + col, n0));
+    store(at + kLanes, n > kLanes ? S::load_n(from + col + kLanes, n - kLanes) : zero());
   }
+  for (int64_t panel = first; panel < last; ++panel)
+    memset(t.x.vo + ((panel - first) * kBlock + count) * kPanel, 0,
+           size_t((round_up(count, C) - count) * kPanel) * sizeof(float));
 }
 
+// The other way: o from scratch to storage.
 template <class S>
 [[gnu::noinline]] void store_output(const Task& t, int64_t hv, int64_t row, int64_t count, int64_t first,
                                     int64_t last) {
+  using Element = typename S::Element*;
   const Problem& pb = *t.call->problem;
   const thalweg_tensor& o = t.call->args->o;
-  int64_t b = row / pb.T, token = row % pb.T;
-  for (int64_t i = 0; i < count; ++i) {
-    for (int64_t col = first * kPanel; col < last * kPanel && col < pb.V; col += kLanes) {
-      vf x = load(t.x.vo + ((col / kPanel - first) * kBlock + i) * kPanel + col % kPanel);
-      auto at = reinterpret_cast<typename S::Element*>(element_at(o, b, token + i, hv, col));
-      if (pb.V - col >= kLanes) S::store(at, x);
-      else S::store_n(at, x, pb.V - col);
+  int64_t left = pb.V - first * kPanel, columns = left < (last - first) * kPanel ? left : (last - first) * kPanel;
+  auto to = reinterpret_cast<Element>(element_at(o, row / pb.T, row % pb.T, hv, first * kPanel));
+  const float* in = t.x.vo;
+  bool aligned = (reinterpret_cast<uintptr_t>(to) | uintptr_t(o.stride[1]) * sizeof(*to)) % kStreamAlign == 0;
+  for (int64_t i = 0; i < count; ++i, to += o.stride[1], in += kPanel) {
+    const float* at = in;
+    int64_t col = 0;
+    for (; col + kPanel <= columns; col += kPanel, at += kBlock * kPanel) {
+      vf x = load(at), y = load(at + kLanes);
+      if (aligned) {
+        S::stream(to + col, x, y);
+      } else {
+        S::store(to + col, x);
+        S::store(to + col + kLanes, y);
+      }
+    }
+    if (col == columns) continue;
+    int64_t n = columns - col, n0 = n < kLanes ? n : kLanes;
+    S::store_n(to + col, load(at), n0);
+    if (n > kLanes) S::store_n(to + col + kLanes, load(at + kLanes), n - kLanes);
+  }
+}
+
+// Asks for the rows of tokens [begin, end) that the next block will load.
+void fetch_ahead(const Task& t, int64_t begin, int64_t end) {
+  const Problem& pb = *t.call->problem;
+  const Args& a = *t.call->args;
+  const Cut& cut = t.call->cut;
+  int64_t bytes = element_bytes(pb.dtype), heads = (t.last - 1) / cut.panels - t.first / cut.panels + 1;
+  for (int64_t row = begin; row < end; ++row) {
+    int64_t b = row / pb.T, token = row % pb.T;
+    const char *q = element_at(a.q, b, token, t.h), *k = element_at(a.k, b, token, t.h);
+    for (int64_t i = 0; i < pb.K * bytes; i += 64) prefetch(q + i), prefetch(k + i);
+    for (int64_t j = 0; j < heads; ++j) {
+      const char* v = element_at(a.v, b, token, t.h * cut.G + t.first / cut.panels + j);
+      for (int64_t i = 0; i < pb.V * bytes; i += 64) prefetch(v + i);
     }
   }
 }
@@ -389,6 +428,9 @@ void run_block(const Task& t, int64_t row, int64_t count) {
   const Cut& cut = t.call->cut;
   load_keys<S>(t, row, count);
   int64_t chunks = (count + C - 1) / C;
+  // The next block's tokens are fetched a few at each step of this one.
+  int64_t next = row + count, left = t.span.end - next, steps = chunks * (t.last - t.first), step = 0;
+  if (left > kBlock) left = kBlock;
   for (int64_t unit = t.first; unit < t.last;) {
     int64_t hv = t.h * cut.G + unit / cut.panels, first = unit % cut.panels;
     int64_t last = t.last - unit < cut.panels - first ? first + t.last - unit : cut.panels;
@@ -404,6 +446,8 @@ void run_block(const Task& t, int64_t row, int64_t count) {
                     x.u, x.w, unit_state(t, unit)};
         chunk_rows(chunk);
         update_state(chunk);
+        fetch_ahead(t, next + left * step / steps, next + left * (step + 1) / steps);
+        ++step;
       }
     }
     store_output<S>(t, hv, row, count, first, last);
@@ -427,6 +471,7 @@ void run_task(const Task& t) {
   }
   write_states(t, a.final_state, t.n);
   clear_unused(t);
+  stream_fence();
 }
 
 void clear_rows(const Call& call, int64_t begin, int64_t end) {
