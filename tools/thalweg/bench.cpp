@@ -1,0 +1,294 @@
+// thalweg bench CASE|FILE|@set, and --pair A B
+#include <fmt/format.h>
+
+#include <cmath>
+#include <iostream>
+
+#include "tools/thalweg/args.h"
+#include "tools/thalweg/cases.h"
+#include "tools/thalweg/measure.h"
+
+namespace thalweg::tool {
+namespace {
+
+struct Options {
+  CaseOptions cases;
+  std::vector<std::string> pair;
+  std::string json;
+  bool warm = false, child = false;
+  double seconds = 3;
+  int64_t processes = 1;
+};
+
+std::string time_text(double us) {
+  if (us < 1e3) return fmt::format("{:.1f} us", us);
+  if (us < 1e6) return fmt::format("{:.2f} ms", us * 1e-3);
+  return fmt::format("{:.2f} s", us * 1e-6);
+}
+
+// Everything of a record that is not a measured time.
+Json base_record(const testing::Case& c, const std::string& kernel, const Options& options) {
+  Json r;
+  r["case"] = c.text();
+  r["kernel"] = kernel;
+  r["backend"] = "cpu";
+  r["isa"] = isa_name(kernel_isa(*c.pass, kernel));
+  r["threads"] = threads_of(c);
+  r["buffers"] = options.warm ? "warm" : "cold";
+  r["processes"] = options.processes;
+  return r;
+}
+
+void finish_record(Json& r, bool verified) {
+  r["verified"] = verified;
+  r["commit"] = commit();
+  r["machine"] = machine_json();
+  r["command"] = command();
+  r["date"] = utc_date();
+}
+
+void sample_roofs(Roofs& roofs, const testing::Work& work) {
+  roofs.sample_fma();
+  roofs.sample_copy();
+  if (std::string_view(work.roof) == "scale") roofs.sample_scale();
+}
+
+void add_rates(Json& r, const testing::Case& c, const testing::Work& work, double median_us, const Roofs* roofs) {
+  r["flops"] = work.flops;
+  r["bytes"] = work.bytes;
+  r["workspace_bytes"] = workspace_of(c);
+  r["gflops"] = work.flops / median_us * 1e-3;
+  r["gbs"] = work.bytes / median_us * 1e-3;
+  r["roof"] = work.roof;
+  if (!roofs) {
+    r["roof_value"] = r["roof_share"] = nullptr;
+    return;
+  }
+  std::string_view kind = work.roof;
+  double peak = kind == "fma" ? roofs->fma_gflops() / (c.dtype == THALWEG_F64 ? 2 : 1) : kind == "scale" ? roofs->scale_gbs() : roofs->copy_gbs();
+  double rate = kind == "fma" ? r["gflops"].get<double>() : r["gbs"].get<double>();
+  r["roof_value"] = peak;
+  r["roof_share"] = rate / peak;
+  r["roof_isa"] = roofs->isa();
+  r["fma_gflops"] = roofs->fma_gflops();
+  r["copy_gbs"] = roofs->copy_gbs();
+  if (kind == "scale") r["scale_gbs"] = roofs->scale_gbs();
+}
+
+// In this process, without verification.
+Json measure_here(const testing::Case& c, const Options& options) {
+  testing::Work work = testing::spec_of(*c.pass).work(c);
+  Runner runner(c, !options.warm);
+  Json r = base_record(c, runner.kernel(), options);
+  Isa isa;
+  std::unique_ptr<Roofs> roofs;
+  if (roof_isa(kernel_isa(*c.pass, runner.kernel()), &isa)) {
+    roofs = std::make_unique<Roofs>(isa, threads_of(c), work.bytes / 2, !options.warm);
+    sample_roofs(*roofs, work);
+  }
+  Timing t = time_case(runner, options.seconds);
+  if (roofs) sample_roofs(*roofs, work);
+  r["median_us"] = t.median_us;
+  r["spread"] = number_json(t.spread);
+  r["min_us"] = t.min_us;
+  r["samples"] = t.samples;
+  r["copies"] = runner.copies();
+  add_rates(r, c, work, t.median_us, roofs.get());
+  return r;
+}
+
+Json measure_pair_here(const testing::Case& a, const testing::Case& b, const Options& options) {
+  Runner first(a, !options.warm), second(b, !options.warm);
+  int64_t calls_a = calls_per_sample(first), calls_b = calls_per_sample(second);
+  std::vector<double> times_a, times_b, ratios;
+  double total = 0;
+  while (ratios.size() < 3 || (total < 2 * options.seconds && (ratios.size() < 20 || ratios.size() % 5 || spread_of(ratios) >= 0.005))) {
+    bool swap = ratios.size() % 2;  // a b, b a, a b, …: a drift of the clock falls on both
+    double y = swap ? time_calls(second, calls_b) / double(calls_b) : 0;
+    double x = time_calls(first, calls_a) / double(calls_a);
+    if (!swap) y = time_calls(second, calls_b) / double(calls_b);
+    total += x * double(calls_a) + y * double(calls_b);
+    times_a.push_back(x * 1e6);
+    times_b.push_back(y * 1e6);
+    ratios.push_back(x / y);
+  }
+  Json r = base_record(a, first.kernel(), options);
+  r["against"] = b.text();
+  r["against_kernel"] = second.kernel();
+  r["median_us"] = median(times_a);
+  r["against_us"] = median(times_b);
+  r["ratio"] = median(ratios);
+  r["spread"] = number_json(spread_of(ratios));
+  r["samples"] = ratios.size();
+  return r;
+}
+
+// The median over processes of every figure that can differ; spread is half the range over the median.
+Json merge(const std::vector<Json>& runs, const char* main_figure) {
+  Json out = runs[0];
+  for (const char* name : {"median_us", "min_us", "gflops", "gbs", "roof_value", "roof_share", "fma_gflops", "copy_gbs", "scale_gbs", "against_us", "ratio"}) {
+    std::vector<double> values;
+    for (const Json& r : runs)
+      if (r.contains(name) && r[name].is_number()) values.push_back(r[name].get<double>());
+    if (values.size() == runs.size()) out[name] = median(values);
+  }
+  double low = INFINITY, high = -INFINITY;
+  std::vector<double> each;
+  for (const Json& r : runs) {
+    double value = r[main_figure].get<double>();
+    low = std::min(low, value);
+    high = std::max(high, value);
+    each.push_back(value);
+  }
+  out["spread"] = (high - low) / 2 / median(each);
+  out["each_process"] = each;
+  return out;
+}
+
+Json measure(const std::vector<testing::Case>& cases, const Options& options, Progress& progress) {
+  bool pair = cases.size() == 2;
+  if (options.processes == 1) return pair ? measure_pair_here(cases[0], cases[1], options) : measure_here(cases[0], options);
+  std::vector<Json> runs;
+  for (int64_t p = 0; p < options.processes; ++p) {
+    progress.show(p, fmt::format("process {} of {}: {}", p + 1, options.processes, cases[0].text()));
+    std::vector<std::string> args{"bench", "--child", "--json", "-", "--seconds", fmt::format("{}", options.seconds)};
+    if (options.warm) args.push_back("--warm");
+    if (pair) args.push_back("--pair");
+    for (const auto& c : cases) args.push_back(c.text());
+    int code = 0;
+    std::string text = run_self(args, &code);
+    if (code != 0) throw UsageError(fmt::format("process {} of {}: exit code {}", p + 1, options.processes, code));
+    runs.push_back(Json::parse(text));
+  }
+  progress.clear();
+  Json out = merge(runs, pair ? "ratio" : "median_us");
+  out["processes"] = options.processes;
+  return out;
+}
+
+// False, with the reason on stderr, when the case must not be timed.
+bool verifies(const testing::Case& c, Progress& progress) {
+  testing::Verdict v = testing::verify(c);
+  if (v.passed()) return true;
+  progress.clear();
+  fmt::print(stderr, "thalweg: refused to time {}: {}{}\n  thalweg verify '{}'\n", c.text(), v.status, v.reason.empty() ? "" : ": " + v.reason, c.text());
+  for (const auto& o : v.outputs)
+    if (!o.ok) fmt::print(stderr, "  {}: rms ratio {:.2e}, limit {:.1e}\n", o.name, o.difference.ratio, o.limit);
+  return false;
+}
+
+std::string roof_text(const Json& r) {
+  if (!r["roof_value"].is_number()) return "no roof measured";
+  std::string kind = r["roof"];
+  return fmt::format("{} {:.1f} {}", kind == "fma" ? "fma " + r["roof_isa"].get<std::string>() : kind, r["roof_value"].get<double>(), kind == "fma" ? "GFLOP/s" : "GB/s");
+}
+
+std::string share_text(const Json& r) {
+  return r["roof_share"].is_number() ? fmt::format("{:.3f}", r["roof_share"].get<double>()) : "-";
+}
+
+std::string spread_text(const Json& r) {
+  return r["spread"].is_number() ? fmt::format("{:.1f} %", 100 * r["spread"].get<double>()) : "-";
+}
+
+void print_result(const Json& r) {
+  fmt::print("{}\n  {}, {} threads, {} buffers: {}, spread {}, {:.1f} GFLOP/s, {:.1f} GB/s, {} of {}\n", r["case"].get<std::string>(),
+             r["kernel"].get<std::string>(), r["threads"].get<int64_t>(), r["buffers"].get<std::string>(), time_text(r["median_us"].get<double>()), spread_text(r),
+             r["gflops"].get<double>(), r["gbs"].get<double>(), share_text(r), roof_text(r));
+  std::cout << std::flush;
+}
+
+void print_pair(const Json& r) {
+  fmt::print("a  {}  {}  {}\nb  {}  {}  {}\na / b = {:.4f}, spread {} (median of {} pairs, alternating in one process{})\n", r["case"].get<std::string>(),
+             r["kernel"].get<std::string>(), time_text(r["median_us"].get<double>()), r["against"].get<std::string>(), r["against_kernel"].get<std::string>(),
+             time_text(r["against_us"].get<double>()), r["ratio"].get<double>(), spread_text(r), r["samples"].get<int64_t>(),
+             r["processes"].get<int64_t>() > 1 ? fmt::format("; median of {} processes", r["processes"].get<int64_t>()) : "");
+}
+
+void print_table(const std::vector<Json>& results) {
+  Table table({"case", "<kernel", "threads", "time", "spread", "GFLOP/s", "GB/s", "<roof", "share"});
+  for (const Json& r : results)
+    table.add({r["case"], r["kernel"], std::to_string(r["threads"].get<int64_t>()), time_text(r["median_us"].get<double>()), spread_text(r),
+               fmt::format("{:.1f}", r["gflops"].get<double>()), fmt::format("{:.1f}", r["gbs"].get<double>()), roof_text(r), share_text(r)});
+  fmt::print("\n{}", table.text());
+}
+
+int bench_child(const std::vector<std::vector<testing::Case>>& jobs, const Options& options) {
+  Progress progress(0);
+  for (const auto& job : jobs) {
+    Json r = measure(job, options, progress);
+    finish_record(r, false);  // the parent knows
+    write_text("-", r.dump() + "\n");
+  }
+  return kOk;
+}
+
+std::vector<std::vector<testing::Case>> jobs_of(const Options& options) {
+  std::vector<std::vector<testing::Case>> jobs;
+  if (options.pair.empty()) {
+    for (auto& c : cases_of(options.cases)) jobs.push_back({c});
+    return jobs;
+  }
+  if (!options.cases.names.empty()) throw UsageError("--pair: got cases beside it, expected the two cases alone");
+  CaseOptions both = options.cases;
+  both.names = options.pair;
+  jobs.push_back(cases_of(both));
+  if (jobs[0].size() != 2) throw UsageError("--pair: got " + std::to_string(jobs[0].size()) + " cases, expected 2");
+  return jobs;
+}
+
+int bench(const Options& options) {
+  if (options.cases.names.empty() && options.pair.empty()) throw UsageError("cases: got none, expected CASE|FILE|@SET or --pair A B");
+  auto jobs = jobs_of(options);
+  if (options.child) return bench_child(jobs, options);
+  bool quiet = options.json == "-";
+  if (!options.json.empty() && !quiet) write_text(options.json, "");
+  Progress progress(int64_t(jobs.size()) * options.processes);
+  if (!quiet) fmt::print("{}; commit {}\n", machine_text(), commit());
+  std::vector<Json> results;
+  int64_t refused = 0, done = 0;
+  for (const auto& job : jobs) {
+    progress.show(done++, "verify " + job[0].text());
+    bool ok = true;
+    for (const auto& c : job) ok = ok && verifies(c, progress);
+    if (!ok) {
+      ++refused;
+      continue;
+    }
+    progress.show(done - 1, job[0].text());
+    Json r = measure(job, options, progress);
+    progress.clear();
+    finish_record(r, true);
+    if (!options.json.empty()) write_text(options.json, r.dump() + "\n", true);
+    if (!quiet) options.pair.empty() ? print_result(r) : print_pair(r);
+    results.push_back(std::move(r));
+  }
+  if (!quiet && results.size() > 1) print_table(results);
+  if (refused) fmt::print(stderr, "thalweg: {} of {} cases were not timed, because they did not verify\n", refused, jobs.size());
+  return refused ? kNegative : kOk;
+}
+
+constexpr char kFooter[] = R"(
+A case is verified against the float64 reference first; one that fails is not timed (exit code 1).
+Roofs are measured in the same process, on the same threads, before and after each case: the fp32 FMA peak of the
+kernel's vector width, a non-temporal copy, and a scale in place of the case's bytes. GB/s counts each input read once
+and each output written once; FLOPs are counted from the mathematics, whatever a kernel does.
+Buffers are cold: copies of the tensors of twice the last-level cache are taken in turn; --warm uses one.
+spread is half of the 95 % interval of the median, over it; with --processes half the range of the processes' medians.)";
+
+}  // namespace
+
+Action add_bench(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  add_case_options(app, options->cases, false);
+  app.add_option("--pair", options->pair, "Alternate two cases in one process; the median of paired ratios a / b")->expected(2)->type_name("A B");
+  app.add_option("--json", options->json, "JSON lines, one a case (- is standard output)")->type_name("FILE");
+  app.add_flag("--warm", options->warm, "One copy of the tensors, warm in cache");
+  app.add_option("--seconds", options->seconds, "Time limit of a case; ends earlier when the spread is below 1 % (default 3)")->check(CLI::PositiveNumber);
+  app.add_option("--processes", options->processes, "Median over so many runs of this program (default 1)")->check(CLI::Range(1, 1000));
+  app.add_flag("--child", options->child)->group("");  // one of --processes: the parent verified
+  app.footer(kFooter);
+  return [options] { return bench(*options); };
+}
+
+}  // namespace thalweg::tool

@@ -1,0 +1,29 @@
+#include "tools/thalweg/cases.h"
+
+namespace thalweg::tool {
+
+void add_case_options(CLI::App& app, CaseOptions& options, bool required) {
+  auto* names = app.add_option("cases", options.names, "A case string, a file of cases, @set, op@set or op.pass@set")->type_name("CASE|FILE|@SET");
+  if (required) names->required();
+  app.add_option("--threads", options.threads, "Threads of every case (default: the case's, else the library's)")->check(CLI::Range(1, 4096));
+  app.add_option("--isa", options.isa, "Lower the instruction set, as THALWEG_ISA does")
+      ->check(CLI::IsMember({"portable", "avx2", "avx512"}));
+  app.add_option("--kernel", options.kernel, "Force this kernel row, as kernel= in a case");
+}
+
+std::vector<testing::Case> cases_of(const CaseOptions& options) {
+  lower_isa(options.isa);
+  std::vector<testing::Case> out;
+  for (const std::string& name : options.names)
+    for (testing::Case& c : testing::find_cases(name)) {
+      if (options.threads) c.threads = options.threads;
+      if (!options.kernel.empty()) c.kernel = options.kernel;
+      out.push_back(std::move(c));
+    }
+  if (out.empty()) throw UsageError("cases: got none, expected at least one");
+  return out;
+}
+
+int64_t threads_of(const testing::Case& c) { return c.threads ? c.threads : thalweg_default_threads(); }
+
+}  // namespace thalweg::tool

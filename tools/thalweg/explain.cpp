@@ -1,0 +1,71 @@
+// thalweg explain CASE
+#include <fmt/format.h>
+
+#include "tools/thalweg/args.h"
+#include "tools/thalweg/cases.h"
+#include "tools/thalweg/measure.h"
+
+namespace thalweg::tool {
+namespace {
+
+// "name: runs …" is how the library marks the row that runs.
+std::string running_kernel(const std::string& text) {
+  for (const std::string& line : words(text, '\n')) {
+    size_t colon = line.find(": runs");
+    if (colon != std::string::npos) return line.substr(0, colon);
+  }
+  return "";
+}
+
+void print_floor(const testing::Case& c, const testing::Work& work, const std::string& kernel) {
+  Isa isa;
+  if (!roof_isa(kernel_isa(*c.pass, kernel), &isa)) {
+    fmt::print("floor      not measured: the roofs need AVX2\n");
+    return;
+  }
+  Roofs roofs(isa, threads_of(c), work.bytes / 2, true);
+  roofs.sample_fma();
+  roofs.sample_copy();
+  double fma_us = work.flops / roofs.fma_gflops() * 1e-3, copy_us = work.bytes / roofs.copy_gbs() * 1e-3;
+  fmt::print("roofs      {:.0f} GFLOP/s fp32 FMA ({}), {:.1f} GB/s non-temporal copy, {} threads\n", roofs.fma_gflops(), roofs.isa(),
+             roofs.copy_gbs(), threads_of(c));
+  fmt::print("floor      {:.1f} us arithmetic, {:.1f} us memory: bound by {}\n", fma_us, copy_us, fma_us > copy_us ? "arithmetic" : "memory");
+}
+
+void explain(const testing::Case& c, bool roof) {
+  testing::Work work = testing::spec_of(*c.pass).work(c);
+  std::string text = explain_text(c);
+  fmt::print("case       {}\n", c.text());
+  fmt::print("pass       {}\n", c.pass->doc);
+  fmt::print("machine    isa {}, {} threads\n", thalweg_cpu_isa(), threads_of(c));
+  fmt::print("kernels\n");
+  for (const std::string& line : words(text, '\n')) fmt::print("  {}\n", line);
+  fmt::print("workspace  {}\n", bytes_text(double(workspace_of(c))));
+  fmt::print("work       {:.4g} GFLOP, {:.4g} MB, {:.1f} FLOP/byte; judged against: {}\n", work.flops * 1e-9, work.bytes * 1e-6,
+             work.bytes > 0 ? work.flops / work.bytes : 0.0, work.roof);
+  if (roof) {
+    print_floor(c, work, running_kernel(text));
+  } else {
+    fmt::print("floor      work over this machine's roofs: measure them with --roof\n");
+  }
+}
+
+}  // namespace
+
+Action add_explain(CLI::App& app) {
+  auto options = std::make_shared<CaseOptions>();
+  auto roof = std::make_shared<bool>(false);
+  add_case_options(app, *options);
+  app.add_flag("--roof", *roof, "Measure this machine's roofs and print the case's floor in time");
+  return [=] {
+    bool first = true;
+    for (const testing::Case& c : cases_of(*options)) {
+      if (!first) fmt::print("\n");
+      first = false;
+      explain(c, *roof);
+    }
+    return int(kOk);
+  };
+}
+
+}  // namespace thalweg::tool

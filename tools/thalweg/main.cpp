@@ -1,0 +1,3 @@
+#include "tools/thalweg/tool.h"
+
+int main(int argc, char** argv) { return thalweg::tool::run_tool(argc, argv); }

@@ -1,0 +1,350 @@
+// The tool: readers and writers of files, and the command line from outside (exit codes, error texts).
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "testing/testing.h"
+#include "tools/thalweg/args.h"
+#include "tools/thalweg/measure.h"
+#include "tools/thalweg/npy.h"
+#include "tools/thalweg/safetensors.h"
+#include "tools/thalweg/tool.h"
+
+namespace thalweg {
+namespace {
+
+using files::Array;
+using files::FileError;
+
+class Folder {
+ public:
+  Folder() {
+    std::string name = (std::filesystem::temp_directory_path() / "thalweg-test-XXXXXX").string();
+    if (!::mkdtemp(name.data())) throw std::runtime_error("no temporary folder");
+    path_ = name;
+  }
+  ~Folder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  std::string file(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+std::vector<std::byte> bytes_of(const std::string& text) {
+  std::vector<std::byte> out(text.size());
+  std::memcpy(out.data(), text.data(), text.size());
+  return out;
+}
+
+std::string with_header(const std::string& header, const std::string& data = "") {
+  std::string out(8, '\0');
+  for (size_t i = 0; i < 8; ++i) out[i] = char(uint64_t(header.size()) >> (8 * i) & 0xff);
+  return out + header + data;
+}
+
+// The text of the FileError that parsing throws; "" when it does not throw.
+std::string safetensors_error(const std::string& file) {
+  try {
+    files::parse_safetensors(bytes_of(file), "f");
+  } catch (const FileError& e) {
+    return e.what();
+  }
+  return "";
+}
+
+std::string npy_error(const std::string& file) {
+  try {
+    files::parse_npy(bytes_of(file), "f");
+  } catch (const FileError& e) {
+    return e.what();
+  }
+  return "";
+}
+
+template <class T>
+Array array_of(const std::string& name, thalweg_dtype dtype, std::vector<int64_t> shape, const std::vector<T>& data) {
+  return {name, dtype, std::move(shape), {}, std::as_bytes(std::span(data))};
+}
+
+TEST(Safetensors, WritesWhatItReads) {
+  Folder folder;
+  std::vector<float> x{1, 2, 3, 4, 5, 6};
+  std::vector<double> y{0.5};
+  std::vector<uint8_t> b{1, 0, 1};
+  std::vector<float> none;
+  files::write_safetensors(folder.file("a.safetensors"),
+                           {array_of("b", THALWEG_BOOL, {3}, b), array_of("x", THALWEG_F32, {2, 3}, x),
+                            array_of("y", THALWEG_F64, {}, y), array_of("none", THALWEG_F32, {0, 7}, none)},
+                           {{"format", "pt"}});
+  auto file = files::read_safetensors(folder.file("a.safetensors"));
+  EXPECT_EQ(file.content.metadata.at("format"), "pt");
+  ASSERT_EQ(file.content.arrays.size(), 4u);
+  const Array& read = file.content.at("x");
+  EXPECT_EQ(read.dtype, thalweg_dtype(THALWEG_F32));
+  EXPECT_EQ(read.shape, (std::vector<int64_t>{2, 3}));
+  EXPECT_EQ(std::memcmp(read.data.data(), x.data(), 24), 0);
+  EXPECT_EQ(file.content.at("y").shape, std::vector<int64_t>{});
+  EXPECT_EQ(file.content.at("none").data.size(), 0u);
+  for (const Array& a : file.content.arrays)  // every array is aligned to its elements
+    EXPECT_EQ(size_t(a.data.data() - file.bytes.data()) % files::find_dtype(a.dtype)->bytes, 0u) << a.name;
+  EXPECT_FALSE(std::filesystem::exists(folder.file("a.safetensors.partial")));
+}
+
+TEST(Safetensors, ReadsAHeaderWrittenByHand) {
+  auto bytes = bytes_of(with_header(R"({"__metadata__":{"k":"v"},"q":{"dtype":"BF16","shape":[2,1],"data_offsets":[0,4]}}   )", "abcd"));
+  auto content = files::parse_safetensors(bytes, "f");
+  EXPECT_EQ(content.at("q").dtype, thalweg_dtype(THALWEG_BF16));
+  EXPECT_EQ(std::memcmp(content.at("q").data.data(), "abcd", 4), 0);
+  EXPECT_EQ(content.find("k"), nullptr);
+}
+
+TEST(Safetensors, RefusesByName) {
+  auto entry = [](const std::string& body) { return with_header("{\"q\":{" + body + "}}", "01234567"); };
+  auto good = [](const char* dtype, const char* shape, const char* offsets) {
+    return std::string("\"dtype\":\"") + dtype + "\",\"shape\":" + shape + ",\"data_offsets\":" + offsets;
+  };
+  EXPECT_EQ(safetensors_error(entry(good("F32", "[2]", "[0,8]"))), "");
+  struct Bad {
+    std::string file, text;
+  };
+  const Bad bad[] = {
+      {"", "size, got 0 bytes"},
+      {std::string(8, '\xff'), "header length, got 18446744073709551615"},
+      {with_header("{}").substr(0, 9), "header length, got 2, expected 2 to 1"},
+      {with_header("[]"), "starts with {"},
+      {with_header("{\"q\":"), "expected a JSON object"},
+      {with_header("{\"q\":{\"dtype\":\"\xff\"}}"), "expected a JSON object"},
+      {with_header("{\"a\":{\"b\":{\"c\":{\"d\":1}}}}"), "nested too deep"},
+      {with_header("{\"a\":" + std::string(100000, '[')), "nested too deep"},
+      {with_header("{\"q\":3}"), "\"q\": got 3, expected an object"},
+      {entry(good("F32", "[3]", "[0,8]")), "got 8 bytes, expected 12 (F32 [3])"},
+      {entry(good("F32", "[1]", "[0,4]")), "size, got 8 bytes after the header, expected 4"},
+      {entry(good("F32", "[1]", "[4,8]")), "bytes without an array"},
+      {entry(good("F32", "[2]", "[8,0]")), "expected begin <= end <= 8"},
+      {entry(good("F32", "[4]", "[0,16]")), "expected begin <= end <= 8"},
+      {entry(good("F8_E5M2", "[8]", "[0,8]")), "dtype, got \"F8_E5M2\""},
+      {entry(good("f32", "[2]", "[0,8]")), "dtype, got \"f32\""},
+      {entry(good("F32", "[-2]", "[0,8]")), "shape, got -2, expected a whole number"},
+      {entry(good("F32", "[2.0]", "[0,8]")), "shape, got 2.0"},
+      {entry(good("F32", "[2]", "[0,8,9]")), "data_offsets, got [0,8,9]"},
+      {entry(good("F32", "2", "[0,8]")), "shape, got 2, expected a list"},
+      {entry(good("F32", "[4611686018427387904,4]", "[0,8]")), "fewer than 2^63 bytes"},
+      {entry(good("F32", "[4294967296,4294967296,0]", "[0,0]")), "fewer than 2^63 bytes"},
+      {entry(good("F32", "[18446744073709551615]", "[0,8]")), "shape, got 18446744073709551615"},
+      {entry(good("F32", "[2]", "[0,8]") + ",\"x\":1"), "got member \"x\""},
+      {entry("\"dtype\":\"F32\",\"shape\":[2]"), "data_offsets: missing"},
+      {entry(good("F32", "[2]", "[0,8]") + ",\"dtype\":\"F32\""), "\"dtype\" is there twice"},
+      {with_header(R"({"q":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"q":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})", "ab"), "\"q\" is there twice"},
+      {with_header(R"({"q":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"k":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})", "abc"), "arrays overlap"},
+      {with_header(R"({"__metadata__":{"a":1}})"), "__metadata__: \"a\", got 1"},
+      {with_header(R"({"__metadata__":[]})"), "__metadata__, got []"},
+  };
+  for (const Bad& b : bad) {
+    std::string error = safetensors_error(b.file);
+    EXPECT_NE(error.find(b.text), std::string::npos) << "got: " << error << "\nexpected in it: " << b.text;
+    if (!error.empty()) EXPECT_EQ(error.substr(0, 3), "f: ");
+  }
+}
+
+TEST(Safetensors, EveryCutAndEveryChangedByteIsReadOrRefused) {
+  std::vector<float> x{1, 2, 3};
+  std::vector<Array> arrays{array_of("x", THALWEG_F32, {3}, x)};
+  auto header = files::safetensors_header(arrays, {{"a", "b"}});
+  std::string good(reinterpret_cast<const char*>(header.data()), header.size());
+  good.append(reinterpret_cast<const char*>(x.data()), 12);
+  ASSERT_EQ(safetensors_error(good), "");
+  for (size_t n = 0; n < good.size(); ++n) EXPECT_NE(safetensors_error(good.substr(0, n)), "") << n;
+  EXPECT_NE(safetensors_error(good + "x"), "");
+  for (size_t at = 0; at < header.size(); ++at)
+    for (int value = 0; value < 256; ++value) {
+      std::string changed = good;
+      changed[at] = char(value);
+      safetensors_error(changed);  // either way, without a fault of memory (sanitizer builds) or another exception
+    }
+}
+
+TEST(Safetensors, WriterRefuses) {
+  std::vector<float> x{1, 2};
+  std::vector<Array> wrong{array_of("x", THALWEG_F32, {3}, x)};
+  EXPECT_THROW(files::safetensors_header(wrong, {}), FileError);
+  std::vector<Array> twice{array_of("x", THALWEG_F32, {2}, x), array_of("x", THALWEG_F32, {2}, x)};
+  EXPECT_THROW(files::safetensors_header(twice, {}), FileError);
+  std::vector<Array> not_utf8{array_of("\xff", THALWEG_F32, {2}, x)};
+  EXPECT_THROW(files::safetensors_header(not_utf8, {}), FileError);
+  EXPECT_THROW(files::write_safetensors("/nowhere/at/all.safetensors", {}), FileError);
+  EXPECT_THROW(files::read_file("/nowhere/at/all"), FileError);
+  EXPECT_THROW(files::read_file("/"), FileError);
+}
+
+std::string npy_file(const std::string& dict, const std::string& data, int version = 1) {
+  std::string out = "\x93NUMPY";
+  out += char(version);
+  out += '\0';
+  out += char(dict.size() & 0xff);
+  out += char(dict.size() >> 8);
+  if (version == 2) out += std::string(2, '\0');
+  return out + dict + data;
+}
+
+TEST(Npy, WritesWhatItReads) {
+  Folder folder;
+  std::vector<double> x{1, 2, 3, 4, 5, 6};
+  files::write_npy(folder.file("x.npy"), array_of("", THALWEG_F64, {2, 3}, x));
+  auto file = files::read_npy(folder.file("x.npy"));
+  EXPECT_EQ(file.array.shape, (std::vector<int64_t>{2, 3}));
+  EXPECT_TRUE(file.array.stride.empty());
+  EXPECT_EQ(std::memcmp(file.array.data.data(), x.data(), 48), 0);
+  EXPECT_EQ((file.bytes.size() - 48) % 64, 0u);  // as NumPy aligns it
+  std::vector<uint16_t> bf{0};
+  EXPECT_THROW(files::write_npy(folder.file("y.npy"), array_of("", THALWEG_BF16, {1}, bf)), FileError);
+}
+
+TEST(Npy, ReadsOrdersAndVersions) {
+  std::string data(24, 'x');
+  auto c = files::parse_npy(bytes_of(npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }\n", data)), "f");
+  EXPECT_TRUE(c.stride.empty());
+  auto bytes = bytes_of(npy_file("{\"shape\": (2, 3), \"fortran_order\": True, \"descr\": \"<f4\"}", data, 2));
+  auto f = files::parse_npy(bytes, "f");
+  EXPECT_EQ(f.stride, (std::vector<int64_t>{1, 2}));
+  auto scalar = files::parse_npy(bytes_of(npy_file("{'descr':'<i8','fortran_order':False,'shape':()}", "12345678")), "f");
+  EXPECT_TRUE(scalar.shape.empty());
+  auto one = files::parse_npy(bytes_of(npy_file("{'descr':'|b1','fortran_order':True,'shape':(3,)}", "\1\1\1")), "f");
+  EXPECT_EQ(one.dtype, thalweg_dtype(THALWEG_BOOL));
+}
+
+TEST(Npy, RefusesByName) {
+  struct Bad {
+    std::string file, text;
+  };
+  const Bad bad[] = {
+      {"", "expected a .npy file"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':(1,)}", "1234", 3), "version, got 3.0"},
+      {npy_file("{'descr':'>f4','fortran_order':False,'shape':(1,)}", "1234"), "big-endian"},
+      {npy_file("{'descr':'|V2','fortran_order':False,'shape':(1,)}", "12"), "bfloat16"},
+      {npy_file("{'descr':[('a','<f4')],'fortran_order':False,'shape':(1,)}", "1234"), "record"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':(2,)}", "1234"), "got 4 bytes after the header, expected 8"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':(1,)}", "12345"), "got 5 bytes"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':(4)}", std::string(16, 'x')), "comma"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':(-1,)}", ""), "whole number"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':(4611686018427387904,4)}", ""), "fewer than 2^63"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':(9223372036854775808,)}", ""), "below 2^63"},
+      {npy_file("{'descr':'<f4','fortran_order':False}", ""), "expected descr, fortran_order and shape"},
+      {npy_file("{'descr':'<f4','fortran_order':0,'shape':()}", "1234"), "True or False"},
+      {npy_file("{'descr':'<f4','descr':'<f4','fortran_order':False,'shape':()}", "1234"), "got descr twice"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':(),'x':1}", "1234"), "got member 'x'"},
+      {npy_file("{'descr':'<f4", ""), "closing quote"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':()} x", "1234"), "expected its end"},
+      {npy_file("{'descr':'<f4','fortran_order':False,'shape':()}", "1234").substr(0, 20), "header length"},
+  };
+  for (const Bad& b : bad) {
+    std::string error = npy_error(b.file);
+    EXPECT_NE(error.find(b.text), std::string::npos) << "got: " << error << "\nexpected in it: " << b.text;
+  }
+  std::string good = npy_file("{'descr': '<f4', 'fortran_order': True, 'shape': (1, 2), }\n", "12345678");
+  ASSERT_EQ(npy_error(good), "");
+  for (size_t n = 0; n < good.size(); ++n) EXPECT_NE(npy_error(good.substr(0, n)), "") << n;
+  for (size_t at = 0; at < good.size() - 8; ++at)
+    for (int value = 0; value < 256; ++value) {
+      std::string changed = good;
+      changed[at] = char(value);
+      npy_error(changed);
+    }
+}
+
+struct Outcome {
+  int code;
+  std::string out, err;
+};
+Outcome tool(const std::vector<std::string>& args) {
+  std::vector<const char*> argv{"thalweg"};
+  for (const auto& a : args) argv.push_back(a.c_str());
+  ::testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStderr();
+  int code = tool::run_tool(int(argv.size()), argv.data());
+  std::fflush(stdout);
+  std::string out = ::testing::internal::GetCapturedStdout();
+  return {code, out, ::testing::internal::GetCapturedStderr()};
+}
+
+void expect_refused(const std::vector<std::string>& args, const std::string& text) {
+  Outcome o = tool(args);
+  EXPECT_EQ(o.code, 2) << o.out << o.err;
+  EXPECT_NE(o.err.find(text), std::string::npos) << "got: " << o.err << "\nexpected in it: " << text;
+}
+
+TEST(Tool, HelpVersionAndWrongUse) {
+  EXPECT_EQ(tool({"--help"}).code, 0);
+  EXPECT_NE(tool({"--help"}).out.find("Examples"), std::string::npos);
+  EXPECT_NE(tool({"--version"}).out.find(thalweg_version()), std::string::npos);
+  for (const char* sub : {"list", "explain", "verify", "bench", "profile", "compare", "run", "docs"}) EXPECT_EQ(tool({sub, "--help"}).code, 0) << sub;
+  EXPECT_EQ(tool({}).code, 2);
+  expect_refused({"nothing"}, "nothing");
+  expect_refused({"verify", "nothing.fwd:f32"}, "nothing.fwd");
+  expect_refused({"verify", "@nothing"}, "nothing");
+  expect_refused({"bench"}, "expected CASE");
+}
+
+TEST(Tool, ListNamesEveryPassAndKernel) {
+  Outcome text = tool({"list"}), json = tool({"list", "--json"});
+  ASSERT_EQ(text.code, 0);
+  tool::Json parsed = tool::Json::parse(json.out);
+  int64_t passes = 0;
+  for (int64_t i = 0; const thalweg_pass* pass = thalweg_pass_at(i); ++i, ++passes) {
+    EXPECT_NE(text.out.find(pass->op), std::string::npos);
+    for (int64_t k = 0; const char* name = pass->kernel_at(k, nullptr); ++k) {
+      EXPECT_NE(text.out.find(name), std::string::npos) << name;
+      EXPECT_EQ(parsed["passes"][size_t(i)]["kernels"][size_t(k)]["kernel"], name);
+    }
+  }
+  EXPECT_EQ(int64_t(parsed["passes"].size()), passes);
+}
+
+std::string record(const std::string& name, double us, bool verified, double spread = 0.01) {
+  tool::Json r{{"case", name}, {"kernel", "k"}, {"threads", 2}, {"median_us", us}, {"spread", spread}, {"verified", verified}};
+  return r.dump() + "\n";
+}
+
+TEST(Tool, CompareSaysFasterOrRefuses) {
+  Folder folder;
+  auto write = [&](const std::string& name, const std::string& text) {
+    tool::write_text(folder.file(name), text);
+    return folder.file(name);
+  };
+  std::string a = write("a", record("x:f32", 100, true) + record("y:f32", 10, true) + record("z:f32", 10, true));
+  std::string b = write("b", record("x:f32", 50, true) + record("y:f32", 10.05, true) + record("w:f32", 1, true));
+  Outcome o = tool({"compare", a, b});
+  EXPECT_EQ(o.code, 0) << o.err;
+  EXPECT_NE(o.out.find("2.000"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("faster"), std::string::npos);
+  EXPECT_NE(o.out.find("within spread"), std::string::npos);
+  EXPECT_NE(o.out.find("only in " + a), std::string::npos);
+  EXPECT_NE(o.out.find("only in " + b), std::string::npos);
+  std::string not_verified = write("n", record("x:f32", 50, false));
+  EXPECT_EQ(tool({"compare", a, not_verified}).code, 1);
+  EXPECT_EQ(tool({"compare", not_verified, a}).code, 1);
+  expect_refused({"compare", a, write("e", "")}, "got no results");
+  expect_refused({"compare", a, write("j", "{")}, "j:1: got a line that is not a JSON object");
+  expect_refused({"compare", a, write("m", "{\"case\":\"x\",\"threads\":1}")}, "median_us, got none");
+  expect_refused({"compare", a, write("o", record("other", 1, true))}, "no case in common");
+  expect_refused({"compare", a, folder.file("absent")}, "cannot be opened");
+}
+
+TEST(Tool, SpreadFallsWithSamplesAndIsZeroWithoutNoise) {
+  EXPECT_EQ(tool::median({3, 1, 2}), 2);
+  EXPECT_EQ(tool::median({4, 1, 2, 3}), 2.5);
+  std::vector<double> few, many;
+  for (int i = 0; i < 20; ++i) few.push_back(100 + i % 10);
+  for (int i = 0; i < 2000; ++i) many.push_back(100 + i % 10);
+  EXPECT_LT(tool::spread_of(many), tool::spread_of(few));
+  EXPECT_EQ(tool::spread_of(std::vector<double>(20, 5.0)), 0);
+}
+
+}  // namespace
+}  // namespace thalweg
