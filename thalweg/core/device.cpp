@@ -81,14 +81,18 @@ int64_t cgroup_cpus() {
   return quota > 0 && period > 0 ? (quota + period - 1) / period : 0;
 }
 
-int64_t default_threads() {
-  if (int64_t n = positive_env("THALWEG_NUM_THREADS")) return n;
-  if (int64_t n = positive_env("OMP_NUM_THREADS")) return n;
+int64_t usable_cpus() {
   cpu_set_t set;
   int64_t n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
                                                           : int64_t(std::thread::hardware_concurrency());
   if (int64_t quota = cgroup_cpus()) n = std::min(n, quota);
   return std::max<int64_t>(n, 1);
+}
+
+int64_t default_threads(int64_t cpus) {
+  if (int64_t n = positive_env("THALWEG_NUM_THREADS")) return n;
+  if (int64_t n = positive_env("OMP_NUM_THREADS")) return n;
+  return cpus;
 }
 
 int64_t cache_bytes(int name, int64_t otherwise) {
@@ -101,7 +105,8 @@ Device read_device() {
   d.backend = THALWEG_CPU;
   d.isa_of_machine = detect_isa();
   d.isa = lowered_isa(d.isa_of_machine);
-  d.num_threads = default_threads();
+  d.num_cpus = usable_cpus();
+  d.num_threads = default_threads(d.num_cpus);
   d.l1_bytes = cache_bytes(_SC_LEVEL1_DCACHE_SIZE, 32 << 10);
   d.l2_bytes = cache_bytes(_SC_LEVEL2_CACHE_SIZE, 512 << 10);
   d.l3_bytes = cache_bytes(_SC_LEVEL3_CACHE_SIZE, 8 << 20);

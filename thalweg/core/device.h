@@ -16,6 +16,7 @@ struct Device {
   Isa isa;              // what kernels may use
   Isa isa_of_machine;   // what cpuid and XCR0 allow, before THALWEG_ISA lowers it
   int64_t num_threads;  // default for a call
+  int64_t num_cpus;     // that the process may run on
   int64_t l1_bytes, l2_bytes, l3_bytes;
 };
 

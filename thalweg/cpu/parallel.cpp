@@ -11,6 +11,7 @@
 #include <system_error>
 #include <thread>
 
+#include "thalweg/core/device.h"
 #include "thalweg/core/exec.h"
 
 namespace thalweg {
@@ -56,8 +57,9 @@ class Pool {
  private:
   static constexpr int kSpins = 4000;  // some tens of microseconds: the gap between calls of a decode loop
 
+  // Never more threads than CPUs: further bodies are taken by those that there are.
   void grow(int64_t wanted) {
-    for (; num_workers_ < std::min<int64_t>(wanted, 1023); ++num_workers_) {
+    for (; num_workers_ < std::min(wanted, max_workers_); ++num_workers_) {
       uint32_t seen = epoch_.load(std::memory_order_relaxed);
       try {
         std::thread([this, seen] { work(seen); }).detach();
@@ -89,6 +91,7 @@ class Pool {
   alignas(64) std::atomic<int32_t> waiting_for_{0};
   Job job_{};
   int32_t num_workers_ = 0;  // touched by the caller that is busy_ only
+  const int64_t max_workers_ = std::max(cpu_device().num_threads, cpu_device().num_cpus) - 1;
 };
 
 thread_local bool Pool::inside_body = false;
