@@ -8,7 +8,7 @@ using Args = thalweg_gated_delta_rule_bwd_args;
 
 constexpr int64_t kHeads = 2;              // value heads of a group that go through a chunk together
 constexpr int64_t kMaxBlocks = 256;        // of sequences; a task is a block and a key head
-constexpr int64_t kStateBytes = 16 << 20;  // wanted for the states that a slot keeps
+constexpr int64_t kStateBytes = 8 << 20;  // wanted for the states that a slot keeps
 constexpr int64_t kMaxEvery = 256;         // tokens between two of them
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -121,7 +121,7 @@ struct Work {
   double sums[kHeads][2];
 
   int64_t chunks() const { return (end - begin + kC - 1) / kC; }
-  int64_t tokens(int64_t c) const { return least(kC, end - begin - c * kC); }
+  int64_t tokens(int64_t c) const { return c < 0 || c >= chunks() ? 0 : least(kC, end - begin - c * kC); }
   Tokens at(const thalweg_tensor& t, int64_t c, int64_t head) const {
     return tokens_at(t, problem.T, begin + c * kC, head);
   }
@@ -165,6 +165,8 @@ void run_forward(const Work& w) {
     load_keys(w, c, false);
     for (int64_t x = 0; x < w.count; ++x) {
       load_head(w, c, x);
+      prefetch_rows(w.at(w.args.v, c + 1, w.first + x), w.tokens(c + 1), d.V);
+      if (x == 0) prefetch_rows(w.at(w.args.k, c + 1, w.h), w.tokens(c + 1), d.K);
       load_rows<paneled>(w.at(w.args.v, c, w.first + x), w.tokens(c), d.V, d.Vp, w.deltas(c, x));
       chunk_deltas(d, w.slot.keys, w.slot.head, w.state(c, x), w.deltas(c, x));
       if (c + 1 < w.chunks())
@@ -209,6 +211,12 @@ void run_head_backward(Work& w, int64_t c, int64_t x) {
   const float *S = w.state(c, x), *r = w.deltas(c, x);
   float* dS = w.slot.dS + x * w.state_floats();
   load_head(w, c, x);
+  prefetch_rows_to_write(w.at(w.args.d_v, c, w.first + x), w.tokens(c), d.V);
+  prefetch_rows(w.at(w.args.d_o, c - 1, w.first + x), w.tokens(c - 1), d.V);
+  if (x == 0) {
+    prefetch_rows(w.at(w.args.q, c - 1, w.h), w.tokens(c - 1), d.K);
+    prefetch_rows(w.at(w.args.k, c - 1, w.h), w.tokens(c - 1), d.K);
+  }
   load_rows<paneled>(w.at(w.args.d_o, c, w.first + x), w.tokens(c), d.V, d.Vp, head.d_o);
   backward_factors(keys, head, w.scale);
   chunk_d_v(d, keys, head, r, dS, w.scale);
@@ -251,6 +259,10 @@ void run_backward(Work& w) {
     memset(keys.reads, 0, kSquare * sizeof(float));
     memset(keys.writes, 0, kSquare * sizeof(float));
     for (int64_t x = 0; x < w.count; ++x) run_head_backward(w, c, x);
+    if (is_last) {
+      prefetch_rows_to_write(w.at(w.args.d_q, c, w.h), w.tokens(c), d.K);
+      prefetch_rows_to_write(w.at(w.args.d_k, c, w.h), w.tokens(c), d.K);
+    }
     pair_gradients(d, keys);
     if (!is_last) continue;
     store_rows_of(w, w.args.d_q, c, keys.d_q_cols, keys.q_rows, keys.q_rstd);
