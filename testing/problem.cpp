@@ -73,7 +73,7 @@ struct Problem::Impl {
   std::vector<char> args;
   std::map<std::string, Storage> storage;
   std::map<std::string, Values> inputs;
-  thalweg_context context;
+  thalweg_context context{};
   Buffer workspace;
 
   thalweg_tensor& tensor(const thalweg_field& field) { return *reinterpret_cast<thalweg_tensor*>(args.data() + field.offset); }

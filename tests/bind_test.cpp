@@ -40,7 +40,7 @@ void expect_refusal(Problem& problem, const std::string& name, const std::string
   const thalweg_pass& pass = *problem.spec_case().pass;
   std::string want = tt::pass_name(pass) + ": " + name + ": " + text;
   SCOPED_TRACE(problem.spec_case().text());
-  thalweg_context ctx;
+  thalweg_context ctx{};
   ASSERT_EQ(pass.call(problem.args(), &ctx), THALWEG_INVALID_ARGUMENT) << "expected: " << want;
   EXPECT_EQ(std::string(thalweg_last_error()), want);
   EXPECT_EQ(problem.check_untouched(), "");
@@ -123,7 +123,7 @@ void test_sizes(const thalweg_pass& pass) {
                      tt::words(field.dims)[size_t(axis)] + ", got " + std::to_string(right + 1) + " in " + shape_text(t) +
                          ", expected " + std::to_string(right) + " (from " + from + ")");
       t.shape[axis] = -1;
-      thalweg_context ctx;
+      thalweg_context ctx{};
       EXPECT_EQ(problem.spec_case().pass->call(problem.args(), &ctx), THALWEG_INVALID_ARGUMENT);
       t.shape[axis] = right;
     }
@@ -172,7 +172,7 @@ void test_strides(const thalweg_pass& pass) {
         if (t.shape[axis] < 2) continue;
         for (int64_t stride : {int64_t(0), int64_t(-1) * t.stride[axis]}) {
           t.stride[axis] = stride;
-          thalweg_context ctx;
+          thalweg_context ctx{};
           ASSERT_EQ(problem.spec_case().pass->call(problem.args(), &ctx), THALWEG_INVALID_ARGUMENT);
           EXPECT_NE(std::string(thalweg_last_error()).find(std::string(": ") + field.name + ": stride of axis "), std::string::npos) << thalweg_last_error();
           EXPECT_NE(std::string(thalweg_last_error()).find("(an output must not overlap itself)"), std::string::npos) << thalweg_last_error();
@@ -197,7 +197,7 @@ void test_data(const thalweg_pass& pass) {
     t.data = nullptr;
     expect_refusal(problem, field.name, "data, got null, expected " + shape_text(t) + " elements", false);
     size_t bytes = 0;
-    thalweg_context ctx;
+    thalweg_context ctx{};
     EXPECT_EQ(problem.spec_case().pass->workspace(problem.args(), &ctx, &bytes), THALWEG_OK) << thalweg_last_error();
     if (thalweg_dtype_bytes(t.dtype) == 1) return;
     t.data = data + 1;
@@ -226,7 +226,7 @@ void test_overlap(const thalweg_pass& pass) {
       const thalweg_tensor& o = problem.tensor(other->name);
       if (tt::count(o) == 0 || tt::count(t) == 0 || reinterpret_cast<uintptr_t>(o.data) % thalweg_dtype_bytes(t.dtype) != 0) continue;
       t.data = o.data;
-      thalweg_context ctx;
+      thalweg_context ctx{};
       ASSERT_EQ(pass.call(problem.args(), &ctx), THALWEG_INVALID_ARGUMENT) << field.name << " on " << other->name;
       std::string text = thalweg_last_error();
       EXPECT_NE(text.find("memory, got an overlap with "), std::string::npos) << text;
@@ -259,7 +259,7 @@ void test_options(const thalweg_pass& pass) {
       put(std::nan("")), expect_refusal(problem, field.name, "got nan, expected a finite number");
     } else {
       put(int64_t(-1));
-      thalweg_context ctx;
+      thalweg_context ctx{};
       EXPECT_EQ(pass.call(problem.args(), &ctx), THALWEG_INVALID_ARGUMENT) << field.name << " = -1";
       EXPECT_EQ(std::string(thalweg_last_error()).rfind(tt::pass_name(pass) + ": " + field.name + ": ", 0), 0u) << thalweg_last_error();
       EXPECT_EQ(problem.check_untouched(), "");
@@ -272,7 +272,7 @@ void test_struct_size(const thalweg_pass& pass) {
   ASSERT_FALSE(cases.empty());
   Problem problem(cases[0]);
   Outputs want = run(problem);
-  thalweg_context ctx;
+  thalweg_context ctx{};
   std::vector<char> longer(pass.args_size + 64, 0);
   std::memcpy(longer.data(), problem.args(), pass.args_size);
   auto put_size = [&](size_t size) { std::memcpy(longer.data(), &size, sizeof size); };
@@ -335,7 +335,7 @@ void test_context(const thalweg_pass& pass) {
     EXPECT_NE(std::string(thalweg_last_error()).find(word), std::string::npos) << thalweg_last_error();
     EXPECT_EQ(problem.check_untouched(), "");
   };
-  thalweg_context ctx;
+  thalweg_context ctx{};
   ctx.size = 0, refused(ctx, "size");
   ctx = {}, ctx.num_threads = -1, refused(ctx, "num_threads");
   ctx = {};

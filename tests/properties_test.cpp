@@ -61,7 +61,7 @@ void arena(const thalweg_pass& pass) {
     Problem problem(c);
     Outputs want = run(problem);
     problem.poison_outputs();
-    thalweg_context ctx;
+    thalweg_context ctx{};
     ctx.kernel = c.kernel.c_str();
     ASSERT_EQ(pass.call(problem.args(), &ctx), THALWEG_OK) << thalweg_last_error();
     Outputs got;

@@ -12,7 +12,7 @@ namespace tt = thalweg::testing;
 
 std::string explained(Problem& problem, const char* kernel) {
   std::vector<char> text(1 << 16);
-  thalweg_context ctx;
+  thalweg_context ctx{};
   ctx.kernel = kernel;
   EXPECT_EQ(problem.spec_case().pass->explain(problem.args(), &ctx, text.data(), text.size()), THALWEG_OK) << thalweg_last_error();
   return text.data();
@@ -44,7 +44,7 @@ TEST(Select, ExplainFitsAnyCapacity) {
     std::string whole = explained(problem, nullptr);
     for (size_t capacity : {size_t(0), size_t(1), size_t(2), size_t(20), whole.size(), whole.size() + 1}) {
       std::vector<char> out(capacity + 1, 'z');
-      thalweg_context ctx;
+      thalweg_context ctx{};
       ASSERT_EQ(pass->explain(problem.args(), &ctx, out.data(), capacity), THALWEG_OK);
       EXPECT_EQ(out[capacity], 'z');
       if (capacity) {

@@ -47,6 +47,10 @@ std::string first_difference(const Outputs& a, const Outputs& b);
 // "" or which output lies further than `times` the case's limit from `want`.
 std::string out_of_limit(const Case& c, const Outputs& got, const Outputs& want, double times = 1);
 
+// Runs and compares every output with the oracle on the problem's present inputs (set() may have changed
+// them), by the case's limits times `times`; where the limit is 0, by 4 times the last row's error.
+void expect_oracle(Problem& problem, double times = 1);
+
 // Axis of a size name in a field's dims, -1 without it.
 int axis_of(const thalweg_field& field, const std::string& dim);
 Values take(const Values& v, int axis, const std::vector<int64_t>& indices);
