@@ -1,0 +1,57 @@
+// What a gated-RMS-norm kernel decides on, and the kernels. Plain data: files compiled per ISA include it.
+#ifndef THALWEG_OPS_GATED_RMS_NORM_PROBLEM_H
+#define THALWEG_OPS_GATED_RMS_NORM_PROBLEM_H
+
+#include "thalweg/core/exec.h"
+#include "thalweg/ops/gated_rms_norm/gated_rms_norm.h"
+
+namespace thalweg::gated_rms_norm {
+
+enum Gate { kNoGate = 0, kSilu = 1, kSigmoid = 2 };
+
+struct Problem {
+  int64_t M, D;
+  double eps;           // never 0
+  thalweg_dtype dtype;  // of x, y
+  thalweg_dtype gate_dtype;
+  Gate gate;
+  bool sums;            // bwd: d_weight is wanted
+};
+
+// Plan.values of the rows of this operator.
+enum { kBlock = 0, kStream = 1 };  // rows of a task; outputs past the caches
+
+// Rows of a block of partial sums, at most 64 blocks: by size alone, so that sums do not depend on threads.
+int64_t backward_block(const Problem& problem);
+
+// weight, or ones, as D numbers of the arithmetic.
+void load_weight(const Problem& problem, const thalweg_tensor& weight, float* out);
+void load_weight(const Problem& problem, const thalweg_tensor& weight, double* out);
+// d_weight from partial sums [num_blocks][pitch], added in order of blocks.
+void sum_partials(const Problem& problem, const thalweg_tensor& d_weight, const float* partials, int64_t pitch,
+                  int64_t num_blocks, const Exec& exec);
+void sum_partials(const Problem& problem, const thalweg_tensor& d_weight, const double* partials, int64_t pitch,
+                  int64_t num_blocks, const Exec& exec);
+
+// Shared workspace starts with the weight, `weight_bytes`; backward, the partial sums follow. Rows of
+// scratch are row_pitch() elements apart.
+int64_t row_pitch(const Problem& problem);
+
+// Any dtype, any strides.
+void cpu_generic_fwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_fwd_args&, const Exec&);
+void cpu_generic_bwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_bwd_args&, const Exec&);
+constexpr int64_t kGenericRows = 6;  // of scratch a slot
+
+// cpu_vec_fwd.cpp and cpu_vec_bwd.cpp, compiled per instruction set.
+constexpr int64_t kVecBackwardRows = 2;  // of scratch a slot
+namespace avx2 {
+void cpu_vec_fwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_fwd_args&, const Exec&);
+void cpu_vec_bwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_bwd_args&, const Exec&);
+}  // namespace avx2
+namespace avx512 {
+void cpu_vec_fwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_fwd_args&, const Exec&);
+void cpu_vec_bwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_bwd_args&, const Exec&);
+}  // namespace avx512
+
+}  // namespace thalweg::gated_rms_norm
+#endif
