@@ -182,7 +182,7 @@ def check_contract(faults, path):
         if not line.startswith("//"):
             break
         header.append(line)
-    items = [m.group(1) for line in header if (m := re.match(r"// ([A-Z][a-z]+)(  |$|:)", line)) and m.group(1) in CONTRACT]
+    items = [word for line in header if (word := line[3:].split(" ")[0]) in CONTRACT]
     if items != CONTRACT:
         faults.add(path, 1, f"contract header, got items {items}, expected {CONTRACT}")
 
