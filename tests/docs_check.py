@@ -165,10 +165,8 @@ def check_operators(faults):
         if not folder.is_dir():
             continue
         readme = folder / "README.md"
-        if not readme.exists():
-            faults.add(folder, 0, "README.md, got none, expected one")
-            continue
-        got = [line[3:].strip() for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("## ")]
+        lines = readme.read_text(encoding="utf-8").splitlines() if readme.exists() else []
+        got = [line[3:].strip() for line in lines if line.startswith("## ")]
         if got != README_HEADINGS:
             faults.add(readme, 0, f"headings, got {got}, expected {README_HEADINGS}")
         for kernel in sorted(folder.glob("cpu_*.cpp")):
