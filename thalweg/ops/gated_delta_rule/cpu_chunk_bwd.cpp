@@ -125,6 +125,10 @@ struct Work {
   Tokens at(const thalweg_tensor& t, int64_t c, int64_t head) const {
     return tokens_at(t, problem.T, begin + c * kC, head);
   }
+  [[gnu::always_inline]] void fetch(const thalweg_tensor& t, int64_t c, int64_t head, int64_t dim,
+                                    bool to_write = false) const {
+    if (tokens(c) > 0) prefetch_rows(at(t, c, head), tokens(c), dim, to_write);
+  }
   int64_t state_floats() const { return layout.dims.Kp * layout.dims.Vp; }
   float* state(int64_t c, int64_t x) const {  // before chunk c
     const int64_t kept = c / layout.every, inside = c % layout.every;
@@ -141,13 +145,13 @@ void load_keys(const Work& w, int64_t c, bool with_q) {
   const Dims& d = w.layout.dims;
   const Keys& keys = w.slot.keys;
   load_rows<flat>(w.at(w.args.k, c, w.h), w.tokens(c), d.K, d.Kp, keys.k_rows);
-  if (w.args.use_qk_l2norm) normalise(keys.k_rows, d.Kp, keys.k_rstd);
   transpose(keys.k_rows, d.Kp, kC, d.Kp, keys.k_cols, kC);
+  if (w.args.use_qk_l2norm) normalise(keys.k_rows, keys.k_cols, d.Kp, keys.k_rstd);
   token_products(keys.k_cols, keys.k_cols, d.Kp, keys.kk);
   if (!with_q) return;
   load_rows<flat>(w.at(w.args.q, c, w.h), w.tokens(c), d.K, d.Kp, keys.q_rows);
-  if (w.args.use_qk_l2norm) normalise(keys.q_rows, d.Kp, keys.q_rstd);
   transpose(keys.q_rows, d.Kp, kC, d.Kp, keys.q_cols, kC);
+  if (w.args.use_qk_l2norm) normalise(keys.q_rows, keys.q_cols, d.Kp, keys.q_rstd);
   token_products(keys.q_cols, keys.k_cols, d.Kp, keys.qk);
 }
 
@@ -158,30 +162,32 @@ void load_head(const Work& w, int64_t c, int64_t x) {
   decays(head.scalars->g, head.D, head.E);
 }
 
-// Deltas of every chunk, and the states that are kept.
+// Deltas of every chunk, and the states that are kept; those between are not: one buffer serves for all.
 void run_forward(const Work& w) {
   const Dims& d = w.layout.dims;
   for (int64_t c = 0; c < w.chunks(); ++c) {
     load_keys(w, c, false);
     for (int64_t x = 0; x < w.count; ++x) {
+      w.fetch(w.args.v, c + 1, w.first + x, d.V);
+      if (x == 0) w.fetch(w.args.k, c + 1, w.h, d.K);
       load_head(w, c, x);
-      prefetch_rows(w.at(w.args.v, c + 1, w.first + x), w.tokens(c + 1), d.V);
-      if (x == 0) prefetch_rows(w.at(w.args.k, c + 1, w.h), w.tokens(c + 1), d.K);
       load_rows<paneled>(w.at(w.args.v, c, w.first + x), w.tokens(c), d.V, d.Vp, w.deltas(c, x));
-      chunk_deltas(d, w.slot.keys, w.slot.head, w.state(c, x), w.deltas(c, x));
-      if (c + 1 < w.chunks())
-        advance_state(d, w.slot.keys, w.slot.head, w.deltas(c, x), w.state(c, x), w.state(c + 1, x));
+      const float* S = c % w.layout.every == 0 ? w.state(c, x) : w.state(1, x);
+      chunk_deltas(d, w.slot.keys, w.slot.head, S, w.deltas(c, x));
+      if (c + 1 == w.chunks()) continue;
+      float* S_after = (c + 1) % w.layout.every == 0 ? w.state(c + 1, x) : w.state(1, x);
+      advance_state(d, w.slot.keys, w.slot.head, w.deltas(c, x), S, S_after);
     }
   }
 }
 
-// The states inside the segment whose last chunk is c, from the kept one and the deltas.
+// The states between the one kept before chunk c and that before chunk c, from the deltas.
 void run_again(const Work& w, int64_t c) {
+  const Dims& d = w.layout.dims;
   for (int64_t i = c / w.layout.every * w.layout.every; i < c; ++i) {
-    const Dims& d = w.layout.dims;
-    load_rows<flat>(w.at(w.args.k, i, w.h), w.tokens(i), d.K, d.Kp, w.slot.keys.k_rows);
-    if (w.args.use_qk_l2norm) normalise(w.slot.keys.k_rows, d.Kp, w.slot.keys.k_rstd);
+    load_keys(w, i, false);
     for (int64_t x = 0; x < w.count; ++x) {
+      if (x == 0) w.fetch(w.args.k, i + 1, w.h, d.K);
       load_head(w, i, x);
       advance_state(d, w.slot.keys, w.slot.head, w.deltas(i, x), w.state(i, x), w.state(i + 1, x));
     }
@@ -211,12 +217,12 @@ void run_head_backward(Work& w, int64_t c, int64_t x) {
   const float *S = w.state(c, x), *r = w.deltas(c, x);
   float* dS = w.slot.dS + x * w.state_floats();
   load_head(w, c, x);
-  prefetch_rows_to_write(w.at(w.args.d_v, c, w.first + x), w.tokens(c), d.V);
-  prefetch_rows(w.at(w.args.d_o, c - 1, w.first + x), w.tokens(c - 1), d.V);
-  if (x == 0) {
-    prefetch_rows(w.at(w.args.q, c - 1, w.h), w.tokens(c - 1), d.K);
-    prefetch_rows(w.at(w.args.k, c - 1, w.h), w.tokens(c - 1), d.K);
-  }
+  w.fetch(w.args.d_v, c, w.first + x, d.V, true);
+  w.fetch(w.args.d_o, c - 1, w.first + x, d.V);
+  if (x == 0) w.fetch(w.args.k, c - 1, w.h, d.K);
+  if (x + 1 == w.count) w.fetch(w.args.q, c - 1, w.h, d.K);
+  if (x == 0) w.fetch(w.args.d_q, c, w.h, d.K, true);
+  if (x + 1 == w.count) w.fetch(w.args.d_k, c, w.h, d.K, true);
   load_rows<paneled>(w.at(w.args.d_o, c, w.first + x), w.tokens(c), d.V, d.Vp, head.d_o);
   backward_factors(keys, head, w.scale);
   chunk_d_v(d, keys, head, r, dS, w.scale);
@@ -246,7 +252,7 @@ void run_backward(Work& w) {
   const int64_t columns = d.Kp * kC, group_begin = w.h * w.layout.group;
   const bool is_first = w.first == group_begin, is_last = w.first + w.count == group_begin + w.layout.group;
   for (int64_t c = w.chunks() - 1; c >= 0; --c) {
-    if (c % w.layout.every == w.layout.every - 1 && c + 1 < w.chunks()) run_again(w, c);
+    if (c % w.layout.every == w.layout.every - 1 || c + 1 == w.chunks()) run_again(w, c);
     if (w.layout.group > w.layout.heads) {
       keys.d_q_cols = w.slot.accumulated + 2 * c * columns;
       keys.d_k_cols = keys.d_q_cols + columns;
@@ -259,10 +265,6 @@ void run_backward(Work& w) {
     memset(keys.reads, 0, kSquare * sizeof(float));
     memset(keys.writes, 0, kSquare * sizeof(float));
     for (int64_t x = 0; x < w.count; ++x) run_head_backward(w, c, x);
-    if (is_last) {
-      prefetch_rows_to_write(w.at(w.args.d_q, c, w.h), w.tokens(c), d.K);
-      prefetch_rows_to_write(w.at(w.args.d_k, c, w.h), w.tokens(c), d.K);
-    }
     pair_gradients(d, keys);
     if (!is_last) continue;
     store_rows_of(w, w.args.d_q, c, keys.d_q_cols, keys.q_rows, keys.q_rstd);

@@ -127,17 +127,15 @@ void store_rows(const Tokens& to, int64_t count, int64_t n, int64_t width, const
   }
 }
 
-// Rows that are wanted a little later. Token rows of a head lie pages apart, so nothing else fetches them.
+// Rows that are wanted later. The token rows of a head lie pages apart, so nothing else fetches them.
 // Always inlined: GCC 12 takes a function that only prefetches for one without effect and drops the call.
-[[gnu::always_inline]] inline void prefetch_rows(const Tokens& rows, int64_t count, int64_t n) {
+[[gnu::always_inline]] inline void prefetch_rows(const Tokens& rows, int64_t count, int64_t n, bool to_write) {
   const int64_t bytes = n * bytes_of(rows.dtype);
   for (int64_t i = 0; rows.data && i < count; ++i)
-    for (int64_t at = 0; at < bytes; at += 64) prefetch(rows.data + i * rows.step + at);
-}
-[[gnu::always_inline]] inline void prefetch_rows_to_write(const Tokens& rows, int64_t count, int64_t n) {
-  const int64_t bytes = n * bytes_of(rows.dtype);
-  for (int64_t i = 0; rows.data && i < count; ++i)
-    for (int64_t at = 0; at < bytes; at += 64) prefetch_write(rows.data + i * rows.step + at);
+    for (int64_t at = 0; at < bytes; at += 64) {
+      if (to_write) prefetch_write(rows.data + i * rows.step + at);
+      else prefetch(rows.data + i * rows.step + at);
+    }
 }
 
 // Rows [begin, end) of a [B T heads (dim)] gradient: zeros, for tokens that belong to no sequence.

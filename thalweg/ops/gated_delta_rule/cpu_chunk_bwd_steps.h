@@ -49,22 +49,34 @@ struct Head {
 
 // ---- keys -------------------------------------------------------------------------------------------
 
-// rows [C Kp] <- x / sqrt(sum x^2 + 1e-6), rstd [C].
-inline void normalise(float* rows, int64_t Kp, float* rstd) {
+// rows [C Kp] and cols [Kp C] <- x / sqrt(sum x^2 + 1e-6), rstd [C].
+inline void normalise(float* rows, float* cols, int64_t Kp, float* rstd) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kCV; ++v) {
+    vf sum[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t k = 0; k < Kp; k += 4)
+#pragma GCC unroll 4
+      for (int l = 0; l < 4; ++l) {
+        vf x = load(cols + (k + l) * kC + v * kLanes);
+        sum[l] = fma(x, x, sum[l]);
+      }
+    vf scale = set1(1.f) / sqrt((sum[0] + sum[1]) + (sum[2] + sum[3]) + set1(1e-6f));
+    store(rstd + v * kLanes, scale);
+    for (int64_t k = 0; k < Kp; ++k) {
+      float* to = cols + k * kC + v * kLanes;
+      store(to, scale * load(to));
+    }
+  }
   for (int64_t i = 0; i < kC; ++i) {
-    float* row = rows + i * Kp;
-    vf sum = zero();
-    for (int64_t at = 0; at < Kp; at += kLanes) sum = fma(load(row + at), load(row + at), sum);
-    const float scale = 1.f / __builtin_sqrtf(hsum(sum) + 1e-6f);
-    for (int64_t at = 0; at < Kp; at += kLanes) store(row + at, set1(scale) * load(row + at));
-    rstd[i] = scale;
+    vf scale = set1(rstd[i]);
+    for (int64_t at = 0; at < Kp; at += kLanes) store(rows + i * Kp + at, scale * load(rows + i * Kp + at));
   }
 }
 
 // to [C C] = x^T y for x, y [Kp C].
 inline void token_products(const float* x_cols, const float* y_cols, int64_t Kp, float* to) {
   for (int64_t i = 0; i < kC; i += kRows)
-    for_tiles_of_16(i, [&](auto tile, int64_t r) __attribute__((always_inline)) {
+    for_token_tiles(i, [&](auto tile, int64_t r) __attribute__((always_inline)) {
       vf acc[tile.count][kCV];
       tile_zero(acc);
       tile_mac(Kp, x_cols + r, 1, kC, y_cols, kC, acc);
@@ -145,7 +157,7 @@ inline void advance_state(const Dims& dims, const Keys& keys, const Head& head, 
       store(u_p + i * kPanel, f * load(r_p + i * kPanel));
       store(u_p + i * kPanel + kLanes, f * load(r_p + i * kPanel + kLanes));
     }
-    for (int64_t k = 0; k < dims.Kp; k += kRows)
+    for (int64_t k = 0; k < dims.Kp; k += kRows) {
       for_tiles_of_16(k, [&](auto tile, int64_t row) __attribute__((always_inline)) {
         const int64_t at = (p * dims.Kp + row) * kPanel;
         vf acc[tile.count][2];
@@ -153,6 +165,7 @@ inline void advance_state(const Dims& dims, const Keys& keys, const Head& head, 
         tile_mac(kC, keys.k_rows + row, 1, dims.Kp, u_p, kPanel, acc);
         tile_store(S_after + at, kPanel, acc);
       });
+    }
   }
 }
 
@@ -223,9 +236,25 @@ template <int R>
     tile_mac(kPanel, S + p * dims.Kp * kPanel, kPanel, 1, cols + p * kPanel * 3 * kC, 3 * kC, acc);
 }
 
-// gradient[row] += sign factor x, gate += sign other[row] factor x, over the rows of a tile.
+// The same for all three thirds at once, where a chunk's tokens are one vector: one panel.
 template <int R>
-[[gnu::always_inline]] inline void take_columns(const vf (&acc)[R][kCV], const float* factor, bool minus,
+[[gnu::always_inline]] inline void columns_mac(const float* S, const float* dS, const float* cols, vf (&acc)[R][2],
+                                               vf (&acc_r)[R][1]) {
+  for (int64_t j = 0; j < kPanel; ++j) {
+    vf d_o = load(cols + j * 3 * kC), d_v = load(cols + j * 3 * kC + kC), r = load(cols + j * 3 * kC + 2 * kC);
+#pragma GCC unroll 8
+    for (int l = 0; l < R; ++l) {
+      vf x = set1(S[l * kPanel + j]);
+      acc[l][0] = fma(x, d_o, acc[l][0]);
+      acc[l][1] = fma(x, d_v, acc[l][1]);
+      acc_r[l][0] = fma(set1(dS[l * kPanel + j]), r, acc_r[l][0]);
+    }
+  }
+}
+
+// gradient[row] += sign factor x, gate += sign other[row] factor x, over the rows of a tile.
+template <int first, int R, int N>
+[[gnu::always_inline]] inline void take_columns(const vf (&acc)[R][N], const float* factor, bool minus,
                                                 const float* other, float* gradient, float* gate) {
 #pragma GCC unroll 4
   for (int v = 0; v < kCV; ++v) {
@@ -233,7 +262,7 @@ template <int R>
     if (minus) f = zero() - f;
 #pragma GCC unroll 8
     for (int l = 0; l < R; ++l) {
-      vf x = f * acc[l][v];
+      vf x = f * acc[l][first + v];
       float* to = gradient + l * kC + v * kLanes;
       store(to, load(to) + x);
       sum = fma(load(other + l * kC + v * kLanes), x, sum);
@@ -253,17 +282,31 @@ inline void state_gradients(const Dims& dims, const Keys& keys, const Head& head
     store(head.read_gate + i, zero());
     store(head.write_gate + i, zero());
   }
-  for (int64_t k = 0; k < dims.Kp; k += kRows)
+  for (int64_t k = 0; k < dims.Kp; k += kRows) {
     for_tiles_of_16(k, [&](auto tile, int64_t row) __attribute__((always_inline)) {
+      constexpr int R = tile.count;
       const int64_t at = row * kC;
-      vf acc[tile.count][kCV];
-      state_times_columns(dims, S + row * kPanel, head.cols, acc);
-      take_columns(acc, read, false, keys.q_cols + at, keys.d_q_cols + at, head.read_gate);
-      state_times_columns(dims, S + row * kPanel, head.cols + kC, acc);
-      take_columns(acc, head.E, true, keys.k_cols + at, keys.d_k_cols + at, head.read_gate);
-      state_times_columns(dims, dS + row * kPanel, head.cols + 2 * kC, acc);
-      take_columns(acc, write, false, keys.k_cols + at, keys.d_k_cols + at, head.write_gate);
+      const float *S_row = S + row * kPanel, *dS_row = dS + row * kPanel;
+      if constexpr (kCV == 1) {
+        vf acc[R][2], acc_r[R][1];
+        tile_zero(acc), tile_zero(acc_r);
+        for (int64_t p = 0; p < dims.Vp / kPanel; ++p)
+          columns_mac(S_row + p * dims.Kp * kPanel, dS_row + p * dims.Kp * kPanel, head.cols + p * kPanel * 3 * kC, acc,
+                      acc_r);
+        take_columns<0>(acc, read, false, keys.q_cols + at, keys.d_q_cols + at, head.read_gate);
+        take_columns<1>(acc, head.E, true, keys.k_cols + at, keys.d_k_cols + at, head.read_gate);
+        take_columns<0>(acc_r, write, false, keys.k_cols + at, keys.d_k_cols + at, head.write_gate);
+      } else {
+        vf acc[R][kCV];
+        state_times_columns(dims, S_row, head.cols, acc);
+        take_columns<0>(acc, read, false, keys.q_cols + at, keys.d_q_cols + at, head.read_gate);
+        state_times_columns(dims, S_row, head.cols + kC, acc);
+        take_columns<0>(acc, head.E, true, keys.k_cols + at, keys.d_k_cols + at, head.read_gate);
+        state_times_columns(dims, dS_row, head.cols + 2 * kC, acc);
+        take_columns<0>(acc, write, false, keys.k_cols + at, keys.d_k_cols + at, head.write_gate);
+      }
     });
+  }
 }
 
 // dS <- E_n dS + scale sum_i E_i q_i d_o_i - sum_i E_i k_i d_v_i; returns sum(S * dS) of before.
@@ -272,7 +315,7 @@ inline float carry_back(const Dims& dims, const Keys& keys, const Head& head, co
   vf total = zero();
   for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
     const float *d_o = head.d_o_decayed + p * kC * kPanel, *d_v = head.d_v_decayed + p * kC * kPanel;
-    for (int64_t k = 0; k < dims.Kp; k += kRows)
+    for (int64_t k = 0; k < dims.Kp; k += kRows) {
       for_tiles_of_16(k, [&](auto tile, int64_t row) __attribute__((always_inline)) {
         const int64_t at = (p * dims.Kp + row) * kPanel;
         vf acc[tile.count][2], sum[2] = {zero(), zero()};
@@ -288,6 +331,7 @@ inline float carry_back(const Dims& dims, const Keys& keys, const Head& head, co
         tile_store(dS + at, kPanel, acc);
         total = total + (sum[0] + sum[1]);
       });
+    }
   }
   return hsum(total);
 }
@@ -295,7 +339,7 @@ inline float carry_back(const Dims& dims, const Keys& keys, const Head& head, co
 // to [C C] = x_i . r_j for x in panels.
 inline void delta_products(const Dims& dims, const float* x, const float* cols, float* to) {
   for (int64_t i = 0; i < kC; i += kRows)
-    for_tiles_of_16(i, [&](auto tile, int64_t row) __attribute__((always_inline)) {
+    for_token_tiles(i, [&](auto tile, int64_t row) __attribute__((always_inline)) {
       vf acc[tile.count][kCV];
       tile_zero(acc);
       for (int64_t p = 0; p < dims.Vp / kPanel; ++p)

@@ -31,6 +31,13 @@ template <class Body>
   }
 }
 
+// The same for tiles whose width is the chunk's tokens; of one vector, 16 rows fit and wait less for each other.
+template <class Body>
+[[gnu::always_inline]] inline void for_token_tiles(int64_t at, Body body) {
+  if constexpr (kCV == 1) body(Rows<16>{}, at);
+  else for_tiles_of_16(at, body);
+}
+
 template <int MR, int NV>
 [[gnu::always_inline]] inline void tile_scale(vf s, vf (&acc)[MR][NV]) {
 #pragma GCC unroll 16
