@@ -5,19 +5,24 @@
 //          which is the recurrence with the read-out taken before the write is stored.
 // Shapes   q,k [N,T,H,K]  v,o [N,T,HV,V]  g,beta [N,T,HV]  state [M,HV,K,V], K or V contiguous
 // Takes    q of f32, bf16, f16; other tensors of any float dtype; K and V up to 512; any slot strides
-// Threads  a task is a run of neighbouring (sequence, value head) pairs; pairs are independent, so how
-//          they are cut into tasks changes no bit
-// Vectors  V contiguous: kColumns vectors of columns, two sums each, down all K rows, then back up with the
-//          update, so that the rows read last are still in L1. K contiguous: kRows rows at a time, read,
-//          summed and updated while in L1.
-// Tile     AVX-512: 8 vectors of 16 columns, 8 rows; AVX2: 4 vectors of 8 columns, 4 rows
-// Scratch  per slot: q, k, v, o as floats and one state (for states not stored as f32, and for drafts whose
-//          state is not kept)
+// Threads  a task is a run of at most 16 neighbouring (sequence, value head) pairs; pairs are independent, so
+//          how they are cut into tasks changes no bit. With one task a thread, a thread tends to find the
+//          states of its last call in its own cache.
+// Vectors  V contiguous: four rows at a time, one vector of columns after the other, the sums kept in L1;
+//          then the update alone goes back up, so that the rows read last are still in L1. Of several
+//          tokens, the update of one and the sums of the next are one pass.
+//          K contiguous: row by row, read, summed and updated while in L1.
+// Tile     four rows (V contiguous), one (K contiguous)
+// Scratch  per slot: two tokens' rows as floats and one state (for states not stored as f32, and for drafts
+//          whose state is not kept)
 // Numerics float32; exp and softplus of simd.h (2 ulp). f32 states are updated in place.
 // Traps    The state after token t may go to another slot than token t+1 is read from: `from` follows the
 //          state, never the slot number. A state that nobody keeps is not written at all.
-//          While one state is worked on, the next one of the run is prefetched, half of each row in either
-//          direction, so that memory is never idle.
+//          Prefetches run 16 rows ahead of the sums, past the end of the state too, where the next head's
+//          state usually lies; a prefetch cannot fault.
+//          Lost: storing one head's state while the next one's is read (the two streams defeat the
+//          hardware prefetcher: from memory 2.5 times slower); the next state prefetched whole during the
+//          update; K contiguous with 2 to 8 rows side by side (from memory up to twice slower).
 // Measured see README.md, Performance
 #include "thalweg/cpu/simd.h"
 #include "thalweg/ops/gated_delta_rule/problem.h"
@@ -27,10 +32,10 @@ namespace {
 
 using Args = thalweg_gated_delta_rule_decode_args;
 
-constexpr int kColumns = kLanes == 16 ? 8 : 4;
-constexpr int kRows = kLanes == 16 ? 8 : 4;
+constexpr int kRows = 4;           // V contiguous: rows at a time
+constexpr int64_t kAhead = 16;     // rows that prefetches run ahead
 constexpr int64_t kRowFloats = 512;  // room for a row of K or V
-constexpr int64_t kTasksPerSlot = 2;
+constexpr int64_t kMaxPairs = 16;  // (sequence, value head) pairs of a task
 
 bool is_there(const thalweg_tensor& t) { return t.dtype != THALWEG_NONE; }
 
@@ -98,122 +103,121 @@ struct State {
 };
 
 // One token of one value head.
-struct Token {
-  float q[kRowFloats], k[kRowFloats];  // [K], q without scale
-  float v[kRowFloats], o[kRowFloats];  // [V]
-  float decay, beta, scale, kq;        // kq = k . q
+struct Step {
+  float q[kRowFloats], k[kRowFloats];                // [K], q without scale
+  float v[kRowFloats], o[kRowFloats];                // [V]
+  float s[kRowFloats], z[kRowFloats], u[kRowFloats]; // [V]: S^T k, S^T q, the delta
+  float decay, beta, scale, kq;                      // kq = k . q
+  State from, to;
 };
 
-template <int NV>
-struct Columns {
-  vf x[NV];
-};
-
-// Columns j … of a V-contiguous state, NV vectors of which the last has `last` lanes.
-template <int NV>
-void step_columns(Token& token, int64_t K, State from, State to, int64_t j, int64_t last, const float* next,
-                  int64_t next_stride) {
-  constexpr int kLines = NV * kLanes / 16;  // cache lines of a row of this block
-  auto read = [&](const float* p, int c) __attribute__((always_inline)) {
-    return c + 1 < NV ? load(p + c * kLanes) : load_n(p + c * kLanes, last);
-  };
-  Columns<NV> s, z;
-  for (int c = 0; c < NV; ++c) s.x[c] = z.x[c] = zero();
-  for (int64_t i = 0; i < K; ++i) {
-    const float* row = from.data + i * from.stride + j;
-    const vf k = set1(token.k[i]), q = set1(token.q[i]);
-    for (int c = 0; c < NV; ++c) {
-      const vf x = read(row, c);
-      s.x[c] = fma(x, k, s.x[c]);
-      z.x[c] = fma(x, q, z.x[c]);
-    }
-    if (next)
-      for (int line = 0; line < kLines / 2; ++line) prefetch(next + i * next_stride + j + line * 16);
-  }
-  const vf decay = set1(token.decay), beta = set1(token.beta), scale = set1(token.scale), kq = set1(token.kq);
-  Columns<NV> u;
-  for (int c = 0; c < NV; ++c) {
-    u.x[c] = beta * fnma(decay, s.x[c], read(token.v + j, c));
-    const vf o = scale * fma(kq, u.x[c], decay * z.x[c]);
-    if (c + 1 < NV) store(token.o + j + c * kLanes, o);
-    else store_n(token.o + j + c * kLanes, o, last);
-  }
-  if (!to.data) return;
-  for (int64_t i = K - 1; i >= 0; --i) {
-    const float* row = from.data + i * from.stride + j;
-    float* out = to.data + i * to.stride + j;
-    const vf k = set1(token.k[i]);
-    for (int c = 0; c < NV; ++c) {
-      const vf x = fma(k, u.x[c], decay * read(row, c));
-      if (c + 1 < NV) store(out + c * kLanes, x);
-      else store_n(out + c * kLanes, x, last);
-    }
-    if (next)
-      for (int line = kLines / 2; line < kLines; ++line) prefetch(next + i * next_stride + j + line * 16);
+// u and o from s and z.
+void finish(Step& step, int64_t V) {
+  const vf decay = set1(step.decay), beta = set1(step.beta), scale = set1(step.scale), kq = set1(step.kq);
+  for (int64_t j = 0; j < V; j += kLanes) {
+    const vf u = beta * fnma(decay, load(step.s + j), load(step.v + j));
+    store(step.u + j, u);
+    store(step.o + j, scale * fma(kq, u, decay * load(step.z + j)));
   }
 }
 
-// A whole token on a V-contiguous state.
-void step_v(Token& token, int64_t K, int64_t V, State from, State to, const float* next, int64_t next_stride) {
-  int64_t j = 0;
-  while (j < V) {
-    const int64_t vectors = (V - j + kLanes - 1) / kLanes;
-    const int64_t last = V - j - (vectors - 1) * kLanes;  // lanes of the last vector there is
-    if (vectors >= kColumns) {
-      step_columns<kColumns>(token, K, from, to, j, vectors == kColumns ? last : kLanes, next, next_stride);
-      j += kColumns * kLanes;
-    } else if (vectors >= 4) {
-      step_columns<4>(token, K, from, to, j, vectors == 4 ? last : kLanes, next, next_stride);
-      j += 4 * kLanes;
-    } else if (vectors >= 2) {
-      step_columns<2>(token, K, from, to, j, vectors == 2 ? last : kLanes, next, next_stride);
-      j += 2 * kLanes;
-    } else {
-      step_columns<1>(token, K, from, to, j, last, next, next_stride);
-      j += kLanes;
-    }
-  }
-}
+// ---- V contiguous ----
 
-// R rows (columns j … of the state) of a K-contiguous state.
-template <int R>
-void step_rows(Token& token, int64_t K, State from, State to, int64_t j, const float* next, int64_t next_stride) {
-  Columns<R> s, z;
-  for (int r = 0; r < R; ++r) s.x[r] = z.x[r] = zero();
-  const float* row = from.data + j * from.stride;
-  for (int64_t i = 0; i < K; i += kLanes) {
-    const int64_t part = K - i < kLanes ? K - i : kLanes;
-    const vf k = load_n(token.k + i, part), q = load_n(token.q + i, part);
-    for (int r = 0; r < R; ++r) {
-      const vf x = load_n(row + r * from.stride + i, part);
-      s.x[r] = fma(x, k, s.x[r]);
-      z.x[r] = fma(x, q, z.x[r]);
-    }
-  }
-  if (next)
-    for (int r = 0; r < R; ++r)
-      for (int64_t i = 0; i < K; i += 16) prefetch(next + (j + r) * next_stride + i);
-  Columns<R> u;
+enum Dots { kNoDots, kOwnState, kUpdatedState };
+
+// R rows of a state from row i on, one vector of columns after the other: the update of `old`, the sums of
+// `next`, or both in one pass over the state that they share.
+template <int R, bool kUpdate, Dots kDots>
+[[gnu::always_inline]] inline void v_rows(const Step* old, Step* next, int64_t i, int64_t V) {
+  const State from = kUpdate ? old->from : next->from;
+  const State to = kUpdate ? old->to : State{nullptr, 0};
+  const float* row = from.data + i * from.stride;
+  float* out = to.data + (kUpdate ? i * to.stride : 0);
+  vf k_old[R], k[R], q[R], decay;
+  if (kUpdate) decay = set1(old->decay);
   for (int r = 0; r < R; ++r) {
-    const float delta = token.beta * (token.v[j + r] - token.decay * hsum(s.x[r]));
-    token.o[j + r] = token.scale * (token.decay * hsum(z.x[r]) + token.kq * delta);
-    u.x[r] = set1(delta);
+    if (kUpdate) k_old[r] = set1(old->k[i + r]);
+    if (kDots != kNoDots) k[r] = set1(next->k[i + r]), q[r] = set1(next->q[i + r]);
   }
-  if (!to.data) return;
-  float* out = to.data + j * to.stride;
-  const vf decay = set1(token.decay);
-  for (int64_t i = 0; i < K; i += kLanes) {
-    const int64_t part = K - i < kLanes ? K - i : kLanes;
-    const vf k = load_n(token.k + i, part);
-    for (int r = 0; r < R; ++r)
-      store_n(out + r * to.stride + i, fma(k, u.x[r], decay * load_n(row + r * from.stride + i, part)), part);
+  // `lanes` is a constant in the loop below: whole vectors then cost no mask.
+  auto column = [&](int64_t j, int64_t lanes) __attribute__((always_inline)) {
+    vf s, z, u;
+    if (kDots != kNoDots) s = load(next->s + j), z = load(next->z + j);
+    if (kUpdate) u = load(old->u + j);
+    for (int r = 0; r < R; ++r) {
+      if (kDots == kOwnState && (kLanes == 16 || (j & 15) == 0)) prefetch(row + (kAhead + r) * from.stride + j);
+      const float* p = row + r * from.stride + j;
+      vf x = lanes == kLanes ? load(p) : load_n(p, lanes);
+      if (kUpdate) {
+        x = fma(k_old[r], u, decay * x);
+        if (lanes == kLanes) store(out + r * to.stride + j, x);
+        else store_n(out + r * to.stride + j, x, lanes);
+      }
+      if (kDots != kNoDots) s = fma(x, k[r], s), z = fma(x, q[r], z);
+    }
+    if (kDots != kNoDots) store(next->s + j, s), store(next->z + j, z);
+  };
+  const int64_t whole = V / kLanes * kLanes, rest = V - whole;
+  for (int64_t j = 0; j < whole; j += kLanes) column(j, kLanes);
+  if (rest) column(whole, rest);
+}
+
+template <bool kUpdate, Dots kDots>
+void advance_as(const Step* old, Step* next, int64_t K, int64_t V) {
+  // The update alone goes back up, to the rows that are still in L1.
+  int64_t i = kDots == kNoDots ? K : 0;
+  if (kDots == kNoDots) {
+    for (; i >= kRows; i -= kRows) v_rows<kRows, kUpdate, kDots>(old, next, i - kRows, V);
+    for (; i >= 1; --i) v_rows<1, kUpdate, kDots>(old, next, i - 1, V);
+  } else {
+    for (; i + kRows <= K; i += kRows) v_rows<kRows, kUpdate, kDots>(old, next, i, V);
+    for (; i < K; ++i) v_rows<1, kUpdate, kDots>(old, next, i, V);
   }
 }
 
-void step_k(Token& token, int64_t K, int64_t V, State from, State to, const float* next, int64_t next_stride) {
-  int64_t j = 0;
-  for (; j + kRows <= V; j += kRows) step_rows<kRows>(token, K, from, to, j, next, next_stride);
-  for (; j < V; ++j) step_rows<1>(token, K, from, to, j, next, next_stride);
+// Stores the state of `old` (if there is one to store) while `next` (if any) reads its own.
+void advance(const Step* old, Step* next, int64_t K, int64_t V) {
+  if (next)
+    for (int64_t j = 0; j < V; j += kLanes) store(next->s + j, zero()), store(next->z + j, zero());
+  if (!next) advance_as<true, kNoDots>(old, next, K, V);
+  else if (!old) advance_as<false, kOwnState>(old, next, K, V);
+  else advance_as<true, kUpdatedState>(old, next, K, V);
+  if (next) finish(*next, V);
+}
+
+// ---- K contiguous ----
+
+// One row (column j of the state): read, summed, updated while in L1.
+void k_row(Step& step, int64_t K, int64_t j) {
+  const float* row = step.from.data + j * step.from.stride;
+  const int64_t whole = K / kLanes * kLanes, rest = K - whole;
+  vf s[2] = {zero(), zero()}, z[2] = {zero(), zero()};  // two of each hide the latency of a sum
+  int64_t i = 0;
+  for (int64_t ahead = 0; ahead < K; ahead += 16) prefetch(row + kAhead * step.from.stride + ahead);
+  for (; i + kLanes < whole; i += 2 * kLanes)
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = i + half * kLanes;
+      const vf x = load(row + at);
+      s[half] = fma(x, load(step.k + at), s[half]);
+      z[half] = fma(x, load(step.q + at), z[half]);
+    }
+  if (i < whole) s[0] = fma(load(row + i), load(step.k + i), s[0]), z[0] = fma(load(row + i), load(step.q + i), z[0]);
+  if (rest) {
+    const vf x = load_n(row + whole, rest);
+    s[1] = fma(x, load_n(step.k + whole, rest), s[1]);
+    z[1] = fma(x, load_n(step.q + whole, rest), z[1]);
+  }
+  const float delta = step.beta * (step.v[j] - step.decay * hsum(s[0] + s[1]));
+  step.o[j] = step.scale * (step.decay * hsum(z[0] + z[1]) + step.kq * delta);
+  if (!step.to.data) return;
+  float* out = step.to.data + j * step.to.stride;
+  const vf decay = set1(step.decay), u = set1(delta);
+  for (i = 0; i < whole; i += kLanes) store(out + i, fma(load(step.k + i), u, decay * load(row + i)));
+  if (rest) store_n(out + whole, fma(load_n(step.k + whole, rest), u, decay * load_n(row + whole, rest)), rest);
+}
+
+void step_k(Step& step, int64_t K, int64_t V) {
+  for (int64_t j = 0; j < V; ++j) k_row(step, K, j);
 }
 
 // What all tasks share.
@@ -240,7 +244,7 @@ int64_t write_slot(const Job& job, int64_t n, int64_t t, int64_t read) {
   return t + 1 == job.p.T ? read : -1;
 }
 
-void load_scalars(const Args& a, int64_t n, int64_t t, int64_t hv, Token& token) {
+void load_scalars(const Args& a, int64_t n, int64_t t, int64_t hv, Step& token) {
   float g = 0;
   if (is_there(a.g)) g = scalar_at(a.g, n * a.g.stride[0] + t * a.g.stride[1] + hv * a.g.stride[2]);
   if (a.use_gate) {
@@ -257,7 +261,7 @@ void load_scalars(const Args& a, int64_t n, int64_t t, int64_t hv, Token& token)
   if (a.use_beta_sigmoid) token.beta = (a.allow_neg_eigval ? 2.f : 1.f) * sigmoid(set1(token.beta))[0];
 }
 
-void load_token(const Job& job, int64_t n, int64_t t, int64_t hv, Token& token) {
+void load_token(const Job& job, int64_t n, int64_t t, int64_t hv, Step& token) {
   const Args& a = job.a;
   const Problem& p = job.p;
   const int64_t h = hv / (p.HV / p.H);
@@ -270,71 +274,88 @@ void load_token(const Job& job, int64_t n, int64_t t, int64_t hv, Token& token) 
   load_scalars(a, n, t, hv, token);
 }
 
-void store_o(const Job& job, int64_t n, int64_t t, int64_t hv, const Token& token) {
+void store_o(const Job& job, int64_t n, int64_t t, int64_t hv, const Step& token) {
   const thalweg_tensor& o = job.a.o;
   store_row(o, n * o.stride[0] + t * o.stride[1] + hv * o.stride[2], job.p.V, token.o);
 }
 
-void step(const Job& job, Token& token, State from, State to, const float* next) {
-  if (job.v_contiguous) step_v(token, job.p.K, job.p.V, from, to, next, job.stride);
-  else step_k(token, job.p.K, job.p.V, from, to, next, job.stride);
-}
-
-// f32 states are read and written where they are. `next` is the state that this thread needs after this.
-void run_in_place(const Job& job, int64_t n, int64_t hv, int64_t read, Token& token, float* scratch,
-                  const float* next) {
-  float* pool = static_cast<float*>(job.a.state.data);
-  State from{pool + pool_offset(job, read, hv), job.stride};
-  for (int64_t t = 0; t < job.p.T; ++t) {
-    load_token(job, n, t, hv, token);
-    const int64_t write = write_slot(job, n, t, read);
-    State to{nullptr, 0};
-    if (write >= 0) to = {pool + pool_offset(job, write, hv), job.stride};
-    else if (t + 1 < job.p.T) to = {scratch, round_up(job.inner, 16)};
-    step(job, token, from, to, t == 0 ? next : nullptr);
-    store_o(job, n, t, hv, token);
-    from = to;
+// The steps of one task. V contiguous: the state of a step is stored while the next step reads its own.
+class Run {
+ public:
+  Run(const Job& job, char* slot) : job_(job), steps_(reinterpret_cast<Step*>(slot)) {
+    scratch_ = reinterpret_cast<float*>(steps_ + 2);
   }
-}
 
-// States of other dtypes are worked on in scratch.
-void run_converted(const Job& job, int64_t n, int64_t hv, int64_t read, Token& token, float* scratch) {
-  const thalweg_tensor& pool = job.a.state;
-  const State state{scratch, round_up(job.inner, 16)};
-  for (int64_t i = 0; i < job.outer; ++i)
-    load_row(pool, pool_offset(job, read, hv) + i * job.stride, job.inner, scratch + i * state.stride);
-  for (int64_t t = 0; t < job.p.T; ++t) {
-    load_token(job, n, t, hv, token);
-    step(job, token, state, state, nullptr);
-    store_o(job, n, t, hv, token);
-    const int64_t write = write_slot(job, n, t, read);
-    for (int64_t i = 0; i < job.outer && write >= 0; ++i)
-      store_row(pool, pool_offset(job, write, hv) + i * job.stride, job.inner, scratch + i * state.stride);
+  void pair(int64_t n, int64_t hv) {
+    const Problem& p = job_.p;
+    const int64_t read = read_slot(job_, n);
+    if (read < 0) {
+      Step& step = free_step();
+      for (int64_t j = 0; j < p.V; ++j) step.o[j] = 0;
+      for (int64_t t = 0; t < p.T; ++t) store_o(job_, n, t, hv, step);
+      return;
+    }
+    const bool in_place = job_.a.state.dtype == THALWEG_F32;
+    const State scratch{scratch_, round_up(job_.inner, 16)};
+    if (!in_place) convert(read, hv, scratch, true);
+    State from = in_place ? pool_state(read, hv) : scratch;
+    for (int64_t t = 0; t < p.T; ++t) {
+      const int64_t write = write_slot(job_, n, t, read);
+      Step& step = free_step();
+      load_token(job_, n, t, hv, step);
+      step.from = from;
+      step.to = {nullptr, 0};
+      if (write >= 0 && in_place) step.to = pool_state(write, hv);
+      else if (write >= 0 || t + 1 < p.T) step.to = scratch;
+      take(step);
+      store_o(job_, n, t, hv, step);
+      from = step.to;
+      if (write >= 0 && !in_place) flush(), convert(write, hv, scratch, false);
+    }
+    flush();
   }
-}
+
+  void flush() {
+    if (pending_) advance(pending_, nullptr, job_.p.K, job_.p.V);
+    pending_ = nullptr;
+  }
+
+ private:
+  Step& free_step() { return steps_[pending_ == steps_]; }
+
+  void take(Step& step) {
+    if (!job_.v_contiguous) return step_k(step, job_.p.K, job_.p.V);
+    advance(pending_, &step, job_.p.K, job_.p.V);
+    pending_ = step.to.data ? &step : nullptr;
+  }
+
+  State pool_state(int64_t slot, int64_t hv) const {
+    return {static_cast<float*>(job_.a.state.data) + pool_offset(job_, slot, hv), job_.stride};
+  }
+
+  // A state of another dtype into scratch, or back.
+  void convert(int64_t slot, int64_t hv, State scratch, bool in) {
+    const thalweg_tensor& pool = job_.a.state;
+    for (int64_t i = 0; i < job_.outer; ++i) {
+      const int64_t offset = pool_offset(job_, slot, hv) + i * job_.stride;
+      if (in) load_row(pool, offset, job_.inner, scratch.data + i * scratch.stride);
+      else store_row(pool, offset, job_.inner, scratch.data + i * scratch.stride);
+    }
+  }
+
+  const Job& job_;
+  Step* steps_;  // [2], used in turn
+  float* scratch_;
+  Step* pending_ = nullptr;  // its state is still to be stored
+};
 
 void run_task(void* arg, int64_t task, int64_t slot) {
   const Job& job = *static_cast<Job*>(arg);
-  const Problem& p = job.p;
-  Token& token = *reinterpret_cast<Token*>(job.slots + slot * job.slot_bytes);
-  float* scratch = reinterpret_cast<float*>(&token + 1);
-  const int64_t begin = task * job.pairs_per_task;
-  const int64_t end = begin + job.pairs_per_task < p.N * p.HV ? begin + job.pairs_per_task : p.N * p.HV;
-  for (int64_t pair = begin; pair < end; ++pair) {
-    const int64_t n = pair / p.HV, hv = pair % p.HV, read = read_slot(job, n);
-    if (read < 0) {
-      for (int64_t j = 0; j < p.V; ++j) token.o[j] = 0;
-      for (int64_t t = 0; t < p.T; ++t) store_o(job, n, t, hv, token);
-    } else if (job.a.state.dtype == THALWEG_F32) {
-      const int64_t next_read = pair + 1 < end ? read_slot(job, (pair + 1) / p.HV) : -1;
-      const float* next = nullptr;
-      if (next_read >= 0)
-        next = static_cast<float*>(job.a.state.data) + pool_offset(job, next_read, (pair + 1) % p.HV);
-      run_in_place(job, n, hv, read, token, scratch, next);
-    } else {
-      run_converted(job, n, hv, read, token, scratch);
-    }
-  }
+  const int64_t HV = job.p.HV, begin = task * job.pairs_per_task;
+  const int64_t end = begin + job.pairs_per_task < job.p.N * HV ? begin + job.pairs_per_task : job.p.N * HV;
+  Run run(job, job.slots + slot * job.slot_bytes);
+  for (int64_t pair = begin; pair < end; ++pair) run.pair(pair / HV, pair % HV);
+  run.flush();
 }
 
 }  // namespace
@@ -343,18 +364,18 @@ namespace THALWEG_ISA {
 
 int64_t cpu_decode_slot_bytes(const Problem& p) {
   const int64_t by_k = p.K * round_up(p.V, 16), by_v = p.V * round_up(p.K, 16);
-  return int64_t(sizeof(Token)) + (by_k > by_v ? by_k : by_v) * 4;
+  return 2 * int64_t(sizeof(Step)) + (by_k > by_v ? by_k : by_v) * 4;
 }
 
 void cpu_decode(const Problem& p, const Plan& plan, const Args& a, const Exec& exec) {
   const bool v_contiguous = a.state.stride[3] == 1 || p.V == 1;
-  const int64_t pairs = p.N * p.HV, cuts = plan.num_slots * kTasksPerSlot;
+  const int64_t pairs = p.N * p.HV, share = (pairs + plan.num_slots - 1) / plan.num_slots;
   if (pairs == 0 || p.T == 0) return;
   Job job{p,
           a,
           exec.workspace + plan.shared_bytes,
           plan.slot_bytes,
-          (pairs + cuts - 1) / cuts,
+          share < kMaxPairs ? share : kMaxPairs,
           v_contiguous,
           v_contiguous ? p.K : p.V,
           v_contiguous ? p.V : p.K,
