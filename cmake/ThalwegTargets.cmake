@@ -6,6 +6,7 @@ function(thalweg_options target)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF C_EXTENSIONS OFF)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow
     $<$<COMPILE_LANGUAGE:CXX>:-Wno-missing-field-initializers>  # args structs are filled by designated initialisers
+    $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>  # GCC 12 is wrong about "a" + std::string (its bug 105651)
     $<$<BOOL:${THALWEG_WERROR}>:-Werror>)
   if(THALWEG_SANITIZE STREQUAL "address")
     target_compile_options(${target} PRIVATE -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)

@@ -24,7 +24,7 @@ void print_call(const thalweg_pass& pass, const void* args, const Sizes& sizes, 
 }
 
 thalweg_context full_context(const thalweg_pass& pass, const thalweg_context* ctx) {
-  thalweg_context full;
+  thalweg_context full{};
   if (ctx) {
     if (ctx->size == 0) fail_field(pass, "ctx", "size, got 0, expected sizeof(thalweg_context) = %zu", sizeof full);
     std::memset(static_cast<void*>(&full), 0, sizeof full);
