@@ -20,12 +20,6 @@ struct Options {
   int64_t processes = 1;
 };
 
-std::string time_text(double us) {
-  if (us < 1e3) return fmt::format("{:.1f} us", us);
-  if (us < 1e6) return fmt::format("{:.2f} ms", us * 1e-3);
-  return fmt::format("{:.2f} s", us * 1e-6);
-}
-
 // Everything of a record that is not a measured time.
 Json base_record(const testing::Case& c, const std::string& kernel, const Options& options) {
   Json r;
@@ -284,8 +278,8 @@ Action add_bench(CLI::App& app) {
   app.add_option("--pair", options->pair, "Alternate two cases in one process; the median of paired ratios a / b")->expected(2)->type_name("A B");
   app.add_option("--json", options->json, "JSON lines, one a case (- is standard output)")->type_name("FILE");
   app.add_flag("--warm", options->warm, "One copy of the tensors, warm in cache");
-  app.add_option("--seconds", options->seconds, "Time limit of a case; ends earlier when the spread is below 1 % (default 3)")->check(CLI::PositiveNumber);
-  app.add_option("--processes", options->processes, "Median over so many runs of this program (default 1)")->check(CLI::Range(1, 1000));
+  app.add_option("--seconds", options->seconds, "Time limit of a case; ends earlier when the spread is below 1 % (default 3)")->type_name("S")->check(CLI::PositiveNumber.description(""));
+  app.add_option("--processes", options->processes, "Median over so many runs of this program (default 1)")->type_name("N")->check(CLI::Range(1, 1000).description(""));
   app.add_flag("--child", options->child)->group("");  // one of --processes: the parent verified
   app.footer(kFooter);
   return [options] { return bench(*options); };

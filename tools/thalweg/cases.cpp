@@ -5,10 +5,10 @@ namespace thalweg::tool {
 void add_case_options(CLI::App& app, CaseOptions& options, bool required) {
   auto* names = app.add_option("cases", options.names, "A case string, a file of cases, @set, op@set or op.pass@set")->type_name("CASE|FILE|@SET");
   if (required) names->required();
-  app.add_option("--threads", options.threads, "Threads of every case (default: the case's, else the library's)")->check(CLI::Range(1, 4096));
+  app.add_option("--threads", options.threads, "Threads of every case (default: the case's, else the library's)")->type_name("N")->check(CLI::Range(1, 4096).description(""));
   app.add_option("--isa", options.isa, "Lower the instruction set, as THALWEG_ISA does")
-      ->check(CLI::IsMember({"portable", "avx2", "avx512"}));
-  app.add_option("--kernel", options.kernel, "Force this kernel row, as kernel= in a case");
+      ->type_name("ISA")->check(CLI::IsMember({"portable", "avx2", "avx512"}).description("portable avx2 avx512"));
+  app.add_option("--kernel", options.kernel, "Force this kernel row, as kernel= in a case")->type_name("NAME");
 }
 
 std::vector<testing::Case> cases_of(const CaseOptions& options) {

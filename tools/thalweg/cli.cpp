@@ -56,7 +56,6 @@ int fail_with(const std::string& text, int code) {
 int run_tool(int argc, const char* const* argv) {
   keep_command(argc, argv);
   CLI::App app("Thalweg: linear-attention operators; this tool verifies, times and explains every kernel.", "thalweg");
-  app.footer(kFooter);
   app.require_subcommand(1);
   app.set_version_flag("--version", [] {
     return fmt::format("thalweg {} (commit {}, ABI {})", thalweg_version(), commit(), thalweg_abi_version());
@@ -67,6 +66,7 @@ int run_tool(int argc, const char* const* argv) {
     CLI::App* one = app.add_subcommand(sub.name, sub.doc);
     actions.emplace_back(one, sub.add(*one));
   }
+  app.footer(kFooter);  // after the subcommands, which would inherit it
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& e) {  // --help, --version

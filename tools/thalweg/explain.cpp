@@ -29,7 +29,7 @@ void print_floor(const testing::Case& c, const testing::Work& work, const std::s
   double fma_us = work.flops / roofs.fma_gflops() * 1e-3, copy_us = work.bytes / roofs.copy_gbs() * 1e-3;
   fmt::print("roofs      {:.0f} GFLOP/s fp32 FMA ({}), {:.1f} GB/s non-temporal copy, {} threads\n", roofs.fma_gflops(), roofs.isa(),
              roofs.copy_gbs(), threads_of(c));
-  fmt::print("floor      {:.1f} us arithmetic, {:.1f} us memory: bound by {}\n", fma_us, copy_us, fma_us > copy_us ? "arithmetic" : "memory");
+  fmt::print("floor      {} arithmetic, {} memory: bound by {}\n", time_text(fma_us), time_text(copy_us), fma_us > copy_us ? "arithmetic" : "memory");
 }
 
 void explain(const testing::Case& c, bool roof) {

@@ -87,8 +87,12 @@ bool array_bytes(const std::vector<int64_t>& shape, size_t element_bytes, int64_
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i ? " " : "") + std::to_string(shape[i]);
-  return text + "]";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (i) text += ' ';
+    text += std::to_string(shape[i]);
+  }
+  text += ']';
+  return text;
 }
 
 std::vector<std::byte> read_file(const std::string& path) {

@@ -3,6 +3,8 @@
 #include <sched.h>
 #include <sys/utsname.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <ctime>
 #include <fstream>
 
@@ -30,6 +32,18 @@ Cpu read_cpu() {
   return cpu;
 }
 
+int64_t cache_bytes(int64_t level, int64_t otherwise) {
+  for (int i = 0; i < 8; ++i) {
+    std::string folder = fmt::format("/sys/devices/system/cpu/cpu0/cache/index{}/", i), type, size;
+    int64_t of = 0;
+    std::ifstream(folder + "level") >> of;
+    std::ifstream(folder + "type") >> type;
+    std::ifstream(folder + "size") >> size;  // "48K"
+    if (of == level && type != "Instruction" && !size.empty() && size.back() == 'K') return std::atoll(size.c_str()) * 1024;
+  }
+  return otherwise;
+}
+
 int64_t usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -51,6 +65,13 @@ std::string shell_quoted(const std::string& word) {
 
 }  // namespace
 
+const Caches& caches() {
+  static const Caches once{cache_bytes(1, cpu_device().l1_bytes), cache_bytes(2, cpu_device().l2_bytes), cache_bytes(3, cpu_device().l3_bytes)};
+  return once;
+}
+
+int64_t Caches::last() const { return std::max({l2, l3, int64_t(1) << 20}); }
+
 Json machine_json() {
   Cpu cpu = read_cpu();
   utsname system{};
@@ -60,9 +81,9 @@ Json machine_json() {
   out["cpu"] = cpu.family.empty() ? cpu.model : fmt::format("{} (family {} model {})", cpu.model, cpu.family, cpu.number);
   out["cores"] = usable_cores();
   out["isa"] = isa_name(device.isa_of_machine);
-  out["l1_bytes"] = device.l1_bytes;
-  out["l2_bytes"] = device.l2_bytes;
-  out["l3_bytes"] = device.l3_bytes;
+  out["l1_bytes"] = caches().l1;
+  out["l2_bytes"] = caches().l2;
+  out["l3_bytes"] = caches().l3;
   out["compiler"] = "g++ " __VERSION__;
   out["system"] = fmt::format("{} {}", system.sysname, system.machine);
   return out;

@@ -254,7 +254,7 @@ int profile(const Options& options) {
 Action add_profile(CLI::App& app) {
   auto options = std::make_shared<Options>();
   add_case_options(app, options->cases);
-  app.add_option("--seconds", options->seconds, "Length of each measured loop (default 5)")->check(CLI::PositiveNumber);
+  app.add_option("--seconds", options->seconds, "Length of each measured loop (default 5)")->type_name("S")->check(CLI::PositiveNumber.description(""));
   app.add_flag("--warm", options->warm, "One copy of the tensors, warm in cache");
   app.add_flag("--loop", options->loop)->group("");  // the process that perf watches
   app.add_option("--control", options->control)->group("");

@@ -191,7 +191,6 @@ Action add_run(CLI::App& app) {
   };
   auto choices = std::make_shared<std::vector<std::unique_ptr<Choice>>>();
   app.require_subcommand(1);
-  app.footer("\nthalweg run PASS --help lists a pass's tensors and options.");
   for (int64_t i = 0; const thalweg_pass* pass = thalweg_pass_at(i); ++i) {
     auto choice = std::make_unique<Choice>(Choice{pass, app.add_subcommand(pass_name(*pass), pass->doc), {}});
     CLI::App& one = *choice->app;
@@ -200,13 +199,14 @@ Action add_run(CLI::App& app) {
     one.add_option("--in", options.in, "FILE.safetensors, or name=FILE.npy; may be repeated")->required()->type_name("FILE")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     one.add_option("--out", options.out, "FILE.safetensors for all outputs, or name=FILE.npy; may be repeated")->required()->type_name("FILE")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     one.add_option("--want", options.want, "Optional outputs, separated by commas, with a dtype where wished (final_state=bf16); all")->type_name("NAMES")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-    one.add_option("--threads", options.threads, "Threads (default: the library's)")->check(CLI::Range(1, 4096));
+    one.add_option("--threads", options.threads, "Threads (default: the library's)")->type_name("N")->check(CLI::Range(1, 4096).description(""));
     one.add_option("--kernel", options.kernel, "Force a kernel row")->type_name("NAME");
     for (int64_t f = 0; f < pass->num_fields; ++f)
       if (pass->fields[f].kind != THALWEG_TENSOR) add_field_option(one, pass->fields[f], options);
     one.footer([pass] { return tensor_lines(*pass); });
     choices->push_back(std::move(choice));
   }
+  app.footer("\nthalweg run PASS --help lists a pass's tensors and options.");
   return [choices] {
     for (auto& choice : *choices)
       if (choice->app->parsed()) {

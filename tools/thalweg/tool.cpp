@@ -69,6 +69,12 @@ std::string bytes_text(double bytes) {
   return unit ? fmt::format("{:.1f} {}", bytes, units[unit]) : fmt::format("{:.0f} B", bytes);
 }
 
+std::string time_text(double us) {
+  if (us < 1e3) return fmt::format("{:.1f} us", us);
+  if (us < 1e6) return fmt::format("{:.2f} ms", us * 1e-3);
+  return fmt::format("{:.2f} s", us * 1e-6);
+}
+
 void write_text(const std::string& file, const std::string& text, bool append) {
   if (file == "-") {
     std::cout << text << std::flush;

@@ -53,6 +53,16 @@ std::vector<std::string> words(std::string_view text, char separator = ' ');
 // Lowers the ISA as THALWEG_ISA does. Before the library's first call.
 void lower_isa(const std::string& isa);
 
+// Data caches of one core, in bytes, as the kernel shows them: some C libraries report the sum over a
+// host's chips as the last level. Falls back to the library's figures.
+struct Caches {
+  int64_t l1 = 0, l2 = 0, l3 = 0;
+  int64_t last() const;  // the largest, 1 MiB at least
+};
+const Caches& caches();
+// "12.3 us", "4.56 ms"
+std::string time_text(double us);
+
 // What stands in records of results.
 Json machine_json();
 std::string machine_text();

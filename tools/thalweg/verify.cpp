@@ -62,12 +62,17 @@ std::string skip_reason(const Verdict& v) {
   return at == std::string::npos ? v.reason : v.reason.substr(at + v.kernel.size() + 2);
 }
 
+std::string without_kernel(std::string text) {
+  size_t at = text.find(",kernel=");
+  return at == std::string::npos ? text : text.erase(at, text.find(',', at + 1) - at);
+}
+
 void print_verdict(const Verdict& v, bool details) {
   if (v.status == "skipped") {
-    if (details) fmt::print("skipped  {}  {}: {}\n", v.case_text, v.kernel, skip_reason(v));
+    if (details) fmt::print("skipped  {}  {}: {}\n", without_kernel(v.case_text), v.kernel, skip_reason(v));
     return;
   }
-  fmt::print("{}   {}  {} ({})  {}  {:.1f} s\n", v.status, v.case_text, v.kernel, v.isa, nearest(v), v.seconds);
+  fmt::print("{}   {}  {}  {}  {:.1f} s\n", v.status, without_kernel(v.case_text), v.kernel, nearest(v), v.seconds);
   if (details || !v.passed()) print_details(v);
   if (v.passed()) return;
   if (!v.reason.empty()) fmt::print("  {}\n", v.reason);
