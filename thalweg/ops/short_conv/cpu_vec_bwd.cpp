@@ -33,11 +33,11 @@ struct Strip {
 };
 
 // G tokens. d_x[i] belongs to the input W - 1 tokens before token i, the last that reads it.
-template <class E>
+template <class S>
 struct Group {
-  const typename E::Stored* x;    // null past the sequence, where dpre is 0
-  const typename E::Stored* d_y;  // null: 0
-  typename E::Stored* d_x;        // null: not stored
+  const typename S::Element* x;    // null past the sequence, where dpre is 0
+  const typename S::Element* d_y;  // null: 0
+  typename S::Element* d_x;        // not stored where skip covers it
   int64_t x_stride, d_y_stride, d_x_stride;
   int skip;              // leading rows of d_x that are not stored
   float* d_x_row;        // where a single token's d_x goes as floats instead, or null
@@ -46,8 +46,8 @@ struct Group {
 };
 
 // One vector of channels, G tokens; d_x goes to `d_x` with its own stride.
-template <class E, int W, int G, bool whole>
-[[gnu::always_inline]] inline void column(const Strip& s, const Group<E>& g, int64_t c, typename E::Stored* d_x,
+template <class S, int W, int G, bool whole>
+[[gnu::always_inline]] inline void column(const Strip& s, const Group<S>& g, int64_t c, typename S::Element* d_x,
                                           int64_t d_x_stride, int64_t n) {
   vf w[W], x[W - 1 + G], slope[W - 1 + G];
 #pragma GCC unroll 8
@@ -59,12 +59,10 @@ template <class E, int W, int G, bool whole>
   }
 #pragma GCC unroll 8
   for (int i = 0; i < G; ++i) {
-    x[W - 1 + i] = g.x ? get<E, whole>(g.x + i * g.x_stride + c, n) : zero();
-    slope[W - 1 + i] = g.d_y && g.x ? get<E, whole>(g.d_y + i * g.d_y_stride + c, n) : zero();
-    if (G > 1) {
-      prefetch(g.x + (i + G) * g.x_stride + c);
-      prefetch(g.d_y + (i + G) * g.d_y_stride + c);
-    }
+    x[W - 1 + i] = g.x ? get<S, whole>(g.x + i * g.x_stride + c, n) : zero();
+    slope[W - 1 + i] = g.d_y && g.x ? get<S, whole>(g.d_y + i * g.d_y_stride + c, n) : zero();
+    if (G > 1) prefetch(g.x + (i + G) * g.x_stride + c);
+    if (G > 1 && g.d_y) prefetch(g.d_y + (i + G) * g.d_y_stride + c);
   }
   if (s.silu) {
     const vf bias = load(s.weight + W * s.pitch + c);
@@ -90,7 +88,7 @@ template <class E, int W, int G, bool whole>
     vf sum = G == 1 && g.d_final ? load(g.d_final + c) : zero();
 #pragma GCC unroll 8
     for (int j = 0; j < W; ++j) sum = fma(w[j], slope[W - 1 + i - j], sum);
-    if (i >= g.skip) put<E, whole>(d_x + i * d_x_stride, sum, n);
+    if (i >= g.skip) put<S, whole>(d_x + i * d_x_stride, sum, n);
     if (G == 1 && g.d_x_row) store(g.d_x_row + c, sum);
   }
 #pragma GCC unroll 8
@@ -100,19 +98,19 @@ template <class E, int W, int G, bool whole>
   }
 }
 
-template <class E, int W, int G, bool kStreams>
-void columns(const Strip& s, const Group<E>& g) {
-  constexpr int64_t line = kLineBytes / int64_t(sizeof(typename E::Stored));
+template <class S, int W, int G, bool kStreams>
+void columns(const Strip& s, const Group<S>& g) {
+  constexpr int64_t line = kLineBytes / int64_t(sizeof(typename S::Element));
   int64_t c = 0;
   if constexpr (kStreams) {
-    alignas(64) typename E::Stored tile[G * line];
+    alignas(64) typename S::Element tile[G * line];
     for (; c + line <= s.count; c += line) {
-      for (int64_t v = 0; v < line; v += kLanes) column<E, W, G, true>(s, g, c + v, tile + v, line, kLanes);
+      for (int64_t v = 0; v < line; v += kLanes) column<S, W, G, true>(s, g, c + v, tile + v, line, kLanes);
       for (int i = g.skip; i < G; ++i) stream_line(g.d_x + i * g.d_x_stride + c, tile + i * line);
     }
   }
-  for (; c + kLanes <= s.count; c += kLanes) column<E, W, G, true>(s, g, c, g.d_x + c, g.d_x_stride, kLanes);
-  if (c < s.count) column<E, W, G, false>(s, g, c, g.d_x + c, g.d_x_stride, s.count - c);
+  for (; c + kLanes <= s.count; c += kLanes) column<S, W, G, true>(s, g, c, g.d_x + c, g.d_x_stride, kLanes);
+  if (c < s.count) column<S, W, G, false>(s, g, c, g.d_x + c, g.d_x_stride, s.count - c);
 }
 
 inline void clear(float* row, int64_t count) { memset(row, 0, size_t(count) * sizeof(float)); }
@@ -129,36 +127,32 @@ void flush_sums(const Strip& s, float* partial, int64_t D) {
   }
 }
 
-template <class Stored>
-Stored* row_at(const thalweg_tensor& t, const Problem& p, int64_t r, int64_t d0) {
-  return t.dtype ? static_cast<Stored*>(t.data) + r / p.T * t.stride[0] + r % p.T * t.stride[1] + d0 : nullptr;
-}
-
 // One token, or one row past the sequence: every special case.
-template <class E, int W>
+template <class S, int W>
 void single(const Call& call, const Strip& s, const Span& span, int64_t r, int64_t first, int64_t last) {
-  using Stored = typename E::Stored;
+  using Element = typename S::Element;
   const Problem& p = call.p;
   const auto& args = call.args;
   const int64_t done = r - (W - 1);  // the input whose gradient is complete
   const bool inside = r < span.end;
-  Group<E> g{};
-  g.x = inside ? row_at<const Stored>(args.x, p, r, s.d0) : nullptr;
-  g.d_y = inside ? row_at<const Stored>(args.d_y, p, r, s.d0) : nullptr;
+  Group<S> g{};
+  g.x = inside ? row_at<const Element>(args.x, p.T, r, s.d0) : nullptr;
+  g.d_y = inside ? row_at<const Element>(args.d_y, p.T, r, s.d0) : nullptr;
   g.add = s.sums && r < last;
-  g.d_x = done >= first ? row_at<Stored>(args.d_x, p, done, s.d0) : nullptr;
-  g.skip = g.d_x ? 0 : 1;
+  const bool stored = done >= first && args.d_x.dtype;
+  g.d_x = stored ? row_at<Element>(args.d_x, p.T, done, s.d0) : reinterpret_cast<Element*>(s.row);
+  g.skip = stored ? 0 : 1;
   const bool in_state = done < span.begin && first == span.begin && args.d_initial_state.dtype;
   if (in_state) g.d_x_row = s.row;
   if (args.d_final_state.dtype && done >= span.end - W) g.d_final = s.d_final + (done - (span.end - W)) * s.pitch;
-  columns<E, W, 1, false>(s, g);
+  columns<S, W, 1, false>(s, g);
   if (in_state) store_slot(s.row, args.d_initial_state, span.n, W + done - span.begin, s.d0, s.count);
 }
 
 // Rows [first, last) of a sequence.
-template <class E, int W>
+template <class S, int W>
 void piece(const Call& call, const Strip& s, const Span& span, int64_t first, int64_t last, float* partial) {
-  using Stored = typename E::Stored;
+  using Element = typename S::Element;
   const Problem& p = call.p;
   const auto& args = call.args;
   const bool has_final = args.d_final_state.dtype != THALWEG_NONE;
@@ -177,19 +171,20 @@ void piece(const Call& call, const Strip& s, const Span& span, int64_t first, in
                          (!has_final || r + kGroup < span.end);
     const int64_t tokens = grouped ? kGroup : 1;
     if (grouped) {
-      Group<E> g{};
-      g.x = row_at<const Stored>(args.x, p, r, s.d0);
-      g.d_y = row_at<const Stored>(args.d_y, p, r, s.d0);
+      Group<S> g{};
+      g.x = row_at<const Element>(args.x, p.T, r, s.d0);
+      g.d_y = row_at<const Element>(args.d_y, p.T, r, s.d0);
       g.x_stride = args.x.stride[1], g.d_y_stride = args.d_y.stride[1], g.d_x_stride = args.d_x.stride[1];
       g.skip = !args.d_x.dtype ? kGroup : r == first ? W - 1 : 0;
-      if (g.skip < kGroup) g.d_x = row_at<Stored>(args.d_x, p, r, s.d0) - (W - 1) * g.d_x_stride;
+      g.d_x = args.d_x.dtype ? row_at<Element>(args.d_x, p.T, r, s.d0) - (W - 1) * g.d_x_stride
+                             : reinterpret_cast<Element*>(s.row);
       g.add = s.sums != nullptr;
       if (call.stream)
-        columns<E, W, kGroup, true>(s, g);
+        columns<S, W, kGroup, true>(s, g);
       else
-        columns<E, W, kGroup, false>(s, g);
+        columns<S, W, kGroup, false>(s, g);
     } else {
-      single<E, W>(call, s, span, r, first, last);
+      single<S, W>(call, s, span, r, first, last);
     }
     r += tokens;
     in_sums += tokens;
@@ -200,7 +195,7 @@ void piece(const Call& call, const Strip& s, const Span& span, int64_t first, in
   }
 }
 
-template <class E, int W>
+template <class S, int W>
 void backward_task(void* arg, int64_t i, int64_t slot) {
   const Call& call = *static_cast<const Call*>(arg);
   const Problem& p = call.p;
@@ -227,10 +222,10 @@ void backward_task(void* arg, int64_t i, int64_t slot) {
     const Span span = span_at(p, call.args.cu_seqlens, r);
     const int64_t last = span.end < end ? span.end : end;
     if (span.n >= 0)
-      piece<E, W>(call, s, span, r, last, partial);
+      piece<S, W>(call, s, span, r, last, partial);
     else if (call.args.d_x.dtype)
       for (int64_t t = r; t < last; ++t)
-        memset(row_at<typename E::Stored>(call.args.d_x, p, t, s.d0), 0, size_t(s.count) * sizeof(typename E::Stored));
+        memset(row_at<typename S::Element>(call.args.d_x, p.T, t, s.d0), 0, size_t(s.count) * sizeof(typename S::Element));
     r = last;
   }
   if (call.stream) stream_fence();
@@ -238,10 +233,10 @@ void backward_task(void* arg, int64_t i, int64_t slot) {
 
 using Task = void (*)(void*, int64_t, int64_t);
 
-template <class E>
+template <class S>
 Task task_of(int64_t W) {
-  constexpr Task tasks[] = {backward_task<E, 1>, backward_task<E, 2>, backward_task<E, 3>, backward_task<E, 4>,
-                            backward_task<E, 5>, backward_task<E, 6>, backward_task<E, 7>, backward_task<E, 8>};
+  constexpr Task tasks[] = {backward_task<S, 1>, backward_task<S, 2>, backward_task<S, 3>, backward_task<S, 4>,
+                            backward_task<S, 5>, backward_task<S, 6>, backward_task<S, 7>, backward_task<S, 8>};
   return tasks[W - 1];
 }
 
@@ -250,9 +245,7 @@ Task task_of(int64_t W) {
 namespace THALWEG_ISA {
 
 void cpu_vec_bwd(const Problem& p, const Plan& plan, const thalweg_short_conv_bwd_args& args, const Exec& exec) {
-  const int64_t bytes = p.dtype == THALWEG_F32 ? 4 : 2;
-  const bool aligned = args.d_x.dtype && is_line_aligned(args.d_x.data) &&
-                       args.d_x.stride[0] * bytes % kLineBytes == 0 && args.d_x.stride[1] * bytes % kLineBytes == 0;
+  const bool aligned = args.d_x.dtype && rows_are_lines(args.d_x);
   Call call{p,
             args,
             exec.workspace + plan.shared_bytes,

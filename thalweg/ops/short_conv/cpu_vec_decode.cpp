@@ -10,67 +10,165 @@ namespace {
 struct Call {
   const Problem& p;
   const thalweg_short_conv_decode_args& args;
-  char* scratch;
-  int64_t slot_bytes;
-  int64_t strip, num_strips;
+  int64_t strip;
 };
+
+// ---- windows: W vectors of kLanes channels, tap by tap ------------------------------------------------
+
+typedef int32_t Lanes __attribute__((vector_size(kLanes * 4)));
+
+// Lane i of the result is element index(i) of x followed by y.
+template <class Index>
+[[gnu::always_inline]] inline vf pick(vf x, vf y, Index index) {
+  Lanes lanes{};
+#pragma GCC unroll 16
+  for (int i = 0; i < int(kLanes); ++i) lanes[i] = index(i);
+  return __builtin_shuffle(x, y, lanes);
+}
+
+constexpr int kL = int(kLanes), kHalf = kL / 2;
+[[gnu::always_inline]] inline vf low_halves(vf x, vf y) {
+  return pick(x, y, [](int i) { return i < kHalf ? i : kHalf + i; });
+}
+[[gnu::always_inline]] inline vf high_halves(vf x, vf y) {
+  return pick(x, y, [](int i) { return i < kHalf ? kHalf + i : kL + i; });
+}
+
+// Four vectors that hold 4 taps of each channel in turn, to a vector of channels for each tap.
+[[gnu::always_inline]] inline void taps_of_channels(vf (&v)[4]) {
+  auto taps01 = [](int i) { return i < kHalf ? 4 * i : 4 * (i - kHalf) + 1; };
+  auto taps23 = [](int i) { return i < kHalf ? 4 * i + 2 : 4 * (i - kHalf) + 3; };
+  const vf a = pick(v[0], v[1], taps01), b = pick(v[2], v[3], taps01);
+  const vf c = pick(v[0], v[1], taps23), d = pick(v[2], v[3], taps23);
+  v[0] = low_halves(a, b), v[1] = high_halves(a, b), v[2] = low_halves(c, d), v[3] = high_halves(c, d);
+}
+[[gnu::always_inline]] inline void channels_of_taps(vf (&v)[4]) {
+  auto even = [](int i) { return i / 4 + i % 4 * kHalf; };
+  auto odd = [](int i) { return i / 4 + kL / 4 + i % 4 * kHalf; };
+  const vf a = low_halves(v[0], v[1]), b = low_halves(v[2], v[3]);
+  const vf c = high_halves(v[0], v[1]), d = high_halves(v[2], v[3]);
+  v[0] = pick(a, b, even), v[1] = pick(a, b, odd), v[2] = pick(c, d, even), v[3] = pick(c, d, odd);
+}
+
+// kLanes channels of a weight or of one state.
+struct Taps {
+  char* p;
+  thalweg_dtype dtype;
+  int64_t channel_stride, tap_stride;  // elements
+};
+
+[[gnu::always_inline]] inline vf load_as(thalweg_dtype dtype, const char* p) {
+  if (dtype == THALWEG_F32) return F32::load(reinterpret_cast<const float*>(p));
+  if (dtype == THALWEG_BF16) return Bf16::load(reinterpret_cast<const uint16_t*>(p));
+  return F16::load(reinterpret_cast<const uint16_t*>(p));
+}
+[[gnu::always_inline]] inline void store_as(thalweg_dtype dtype, char* p, vf x) {
+  if (dtype == THALWEG_F32) return F32::store(reinterpret_cast<float*>(p), x);
+  if (dtype == THALWEG_BF16) return Bf16::store(reinterpret_cast<uint16_t*>(p), x);
+  F16::store(reinterpret_cast<uint16_t*>(p), x);
+}
+
+template <int W>
+[[gnu::always_inline]] inline void load_window(const Taps& t, int64_t n, vf (&w)[W]) {
+  const int64_t bytes = element_bytes(t.dtype);
+  if (n == kLanes && t.channel_stride == 1 && t.dtype != THALWEG_F64) {
+    for (int j = 0; j < W; ++j) w[j] = load_as(t.dtype, t.p + j * t.tap_stride * bytes);
+    return;
+  }
+  if constexpr (W == 4)
+    if (n == kLanes && t.tap_stride == 1 && t.channel_stride == 4 && t.dtype != THALWEG_F64) {
+      for (int j = 0; j < 4; ++j) w[j] = load_as(t.dtype, t.p + j * kLanes * bytes);
+      return taps_of_channels(w);
+    }
+  float row[kLanes];
+  for (int j = 0; j < W; ++j) {
+    memset(row, 0, sizeof row);
+    read_strided(t.dtype, t.p + j * t.tap_stride * bytes, t.channel_stride, n, row);
+    w[j] = load(row);
+  }
+}
+
+template <int W>
+[[gnu::always_inline]] inline void store_window(const Taps& t, int64_t n, const vf (&w)[W]) {
+  const int64_t bytes = element_bytes(t.dtype);
+  if (n == kLanes && t.channel_stride == 1) {
+    for (int j = 0; j < W; ++j) store_as(t.dtype, t.p + j * t.tap_stride * bytes, w[j]);
+    return;
+  }
+  if constexpr (W == 4)
+    if (n == kLanes && t.tap_stride == 1 && t.channel_stride == 4) {
+      vf v[4] = {w[0], w[1], w[2], w[3]};
+      channels_of_taps(v);
+      for (int j = 0; j < 4; ++j) store_as(t.dtype, t.p + j * kLanes * bytes, v[j]);
+      return;
+    }
+  float row[kLanes];
+  for (int j = 0; j < W; ++j) {
+    store(row, w[j]);
+    write_strided(t.dtype, t.p + j * t.tap_stride * bytes, t.channel_stride, n, row);
+  }
+}
+
+Taps state_taps(const thalweg_tensor& state, int64_t slot, int64_t d) {
+  return {element_at(state, slot, d), state.dtype, state.stride[1], state.stride[2]};
+}
+
+// ---- tokens -----------------------------------------------------------------------------------------
 
 int64_t int_of(const thalweg_tensor& t, int64_t i, int64_t j) {
   const int64_t at = i * t.stride[0] + (t.rank > 1 ? j * t.stride[1] : 0);
   return t.dtype == THALWEG_I64 ? static_cast<const int64_t*>(t.data)[at] : static_cast<const int32_t*>(t.data)[at];
 }
 
-// One token: the window moves on by x, y is what it gives. `rows` are the window's, oldest first.
-template <class E, int W, bool whole>
-[[gnu::always_inline]] inline void column(const float* weight, float* const* rows, const typename E::Stored* x,
-                                          typename E::Stored* y, int64_t pitch, bool silu, int64_t c, int64_t n) {
-  const vf newest = get<E, whole>(x + c, n);
-  vf pre = load(weight + W * pitch + c);
-  for (int j = 0; j < W - 1; ++j) pre = fma(load(weight + j * pitch + c), load(rows[j] + c), pre);
-  pre = fma(load(weight + (W - 1) * pitch + c), newest, pre);
-  store(rows[W - 1] + c, newest);
-  put<E, whole>(y + c, silu ? silu_of(pre) : pre, n);
+// All tokens of sequence n, channels [d, d + n_channels), at most a vector of them.
+template <class S, int W, bool whole>
+[[gnu::always_inline]] inline void tokens(const Call& call, int64_t n, int64_t slot, int64_t d, int64_t n_channels) {
+  using Element = typename S::Element;
+  const auto& args = call.args;
+  const thalweg_tensor &tx = args.x, &ty = args.y, &bias = args.bias;
+  vf weight[W], window[W], offset[1] = {zero()};
+  load_window<W>({element_at(args.weight, d), args.weight.dtype, args.weight.stride[0], args.weight.stride[1]},
+                 n_channels, weight);
+  if (bias.dtype) load_window<1>({element_at(bias, d), bias.dtype, bias.stride[0], 0}, n_channels, offset);
+  load_window<W>(state_taps(args.state, slot, d), n_channels, window);
+  const Element* x = static_cast<const Element*>(tx.data) + n * tx.stride[0] + d;
+  Element* y = static_cast<Element*>(ty.data) + n * ty.stride[0] + d;
+  for (int64_t t = 0; t < call.p.T; ++t, x += tx.stride[1], y += ty.stride[1]) {
+    for (int j = 0; j < W - 1; ++j) window[j] = window[j + 1];
+    window[W - 1] = get<S, whole>(x, n_channels);
+    vf pre = offset[0];
+    for (int j = 0; j < W; ++j) pre = fma(weight[j], window[j], pre);
+    put<S, whole>(y, call.p.silu ? silu_of(pre) : pre, n_channels);
+    const int64_t to = args.write_slots.dtype ? int_of(args.write_slots, n, t) : t + 1 == call.p.T ? slot : -1;
+    if (to >= 0) store_window<W>(state_taps(args.state, to, d), n_channels, window);
+  }
 }
 
-template <class E, int W>
-void decode_task(void* arg, int64_t i, int64_t slot_of_thread) {
-  using Stored = typename E::Stored;
+// One sequence, one strip; the sequences of a strip follow each other, so that its weights stay near.
+template <class S, int W>
+void decode_task(void* arg, int64_t i, int64_t) {
+  using Element = typename S::Element;
   const Call& call = *static_cast<const Call*>(arg);
-  const Problem& p = call.p;
   const auto& args = call.args;
-  const int64_t n = i / call.num_strips, d0 = i % call.num_strips * call.strip, pitch = call.strip;
-  const int64_t count = p.D - d0 < call.strip ? p.D - d0 : call.strip;
+  const int64_t n = i % call.p.N, d0 = i / call.p.N * call.strip;
+  const int64_t end = d0 + call.strip < call.p.D ? d0 + call.strip : call.p.D;
   const int64_t slot = args.read_slots.dtype ? int_of(args.read_slots, n, 0) : n;
-  Stored* y = static_cast<Stored*>(args.y.data) + n * args.y.stride[0] + d0;
   if (slot < 0) {
-    for (int64_t t = 0; t < p.T; ++t) memset(y + t * args.y.stride[1], 0, size_t(count) * sizeof(Stored));
+    Element* y = static_cast<Element*>(args.y.data) + n * args.y.stride[0] + d0;
+    for (int64_t t = 0; t < call.p.T; ++t) memset(y + t * args.y.stride[1], 0, size_t(end - d0) * sizeof(Element));
     return;
   }
-  float* weight = reinterpret_cast<float*>(call.scratch + slot_of_thread * call.slot_bytes);
-  float* state = weight + (W + 1) * pitch;
-  load_weight(args.weight, args.bias, d0, count, pitch, weight);
-  load_state(args.state, W, slot, d0, count, pitch, state);
-  float* rows[W];
-  for (int j = 0; j < W; ++j) rows[j] = state + j * pitch;
-  const Stored* x = static_cast<const Stored*>(args.x.data) + n * args.x.stride[0] + d0;
-  for (int64_t t = 0; t < p.T; ++t, x += args.x.stride[1], y += args.y.stride[1]) {
-    float* oldest = rows[0];
-    for (int j = 0; j < W - 1; ++j) rows[j] = rows[j + 1];
-    rows[W - 1] = oldest;
-    int64_t c = 0;
-    for (; c + kLanes <= count; c += kLanes) column<E, W, true>(weight, rows, x, y, pitch, p.silu, c, kLanes);
-    if (c < count) column<E, W, false>(weight, rows, x, y, pitch, p.silu, c, count - c);
-    const int64_t to = args.write_slots.dtype ? int_of(args.write_slots, n, t) : t + 1 == p.T ? slot : -1;
-    for (int j = 0; j < W && to >= 0; ++j) store_slot(rows[j], args.state, to, j, d0, count);
-  }
+  int64_t d = d0;
+  for (; d + kLanes <= end; d += kLanes) tokens<S, W, true>(call, n, slot, d, kLanes);
+  if (d < end) tokens<S, W, false>(call, n, slot, d, end - d);
 }
 
 using Task = void (*)(void*, int64_t, int64_t);
 
-template <class E>
+template <class S>
 Task task_of(int64_t W) {
-  constexpr Task tasks[] = {decode_task<E, 1>, decode_task<E, 2>, decode_task<E, 3>, decode_task<E, 4>,
-                            decode_task<E, 5>, decode_task<E, 6>, decode_task<E, 7>, decode_task<E, 8>};
+  constexpr Task tasks[] = {decode_task<S, 1>, decode_task<S, 2>, decode_task<S, 3>, decode_task<S, 4>,
+                            decode_task<S, 5>, decode_task<S, 6>, decode_task<S, 7>, decode_task<S, 8>};
   return tasks[W - 1];
 }
 
@@ -80,12 +178,11 @@ namespace THALWEG_ISA {
 
 void cpu_vec_decode(const Problem& p, const Plan& plan, const thalweg_short_conv_decode_args& args,
                     const Exec& exec) {
-  const int64_t strip = plan.values[kStrip];
-  Call call{p, args, exec.workspace + plan.shared_bytes, plan.slot_bytes, strip, (p.D + strip - 1) / strip};
+  Call call{p, args, plan.values[kStrip]};
   const Task task = p.dtype == THALWEG_F32    ? task_of<F32>(p.W)
                     : p.dtype == THALWEG_BF16 ? task_of<Bf16>(p.W)
                                               : task_of<F16>(p.W);
-  parallel_tasks(exec, p.N * call.num_strips, plan.num_slots, task, &call);
+  parallel_tasks(exec, p.N * ((p.D + call.strip - 1) / call.strip), plan.num_slots, task, &call);
 }
 
 }  // namespace THALWEG_ISA

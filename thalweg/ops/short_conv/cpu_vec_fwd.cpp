@@ -19,10 +19,10 @@ struct Call {
 };
 
 // Rows of x and y of a group of tokens, at the strip's first channel, and the strip's scratch.
-template <class E>
+template <class S>
 struct Group {
-  const typename E::Stored* x;
-  typename E::Stored* y;
+  const typename S::Element* x;
+  typename S::Element* y;
   int64_t x_stride, y_stride;
   const float* weight;  // [W + 1][pitch], bias last
   float* history;       // [W - 1][pitch] inputs before the group, oldest first; left as those before the next
@@ -31,8 +31,8 @@ struct Group {
 };
 
 // One vector of channels, G tokens.
-template <class E, int W, int G, bool whole>
-[[gnu::always_inline]] inline void column(const Group<E>& g, int64_t c, typename E::Stored* y, int64_t y_stride, int64_t n) {
+template <class S, int W, int G, bool whole>
+[[gnu::always_inline]] inline void column(const Group<S>& g, int64_t c, typename S::Element* y, int64_t y_stride, int64_t n) {
   vf w[W], x[W - 1 + G];
   const vf bias = load(g.weight + W * g.pitch + c);
 #pragma GCC unroll 8
@@ -41,7 +41,7 @@ template <class E, int W, int G, bool whole>
   for (int j = 0; j < W - 1; ++j) x[j] = load(g.history + j * g.pitch + c);
 #pragma GCC unroll 8
   for (int i = 0; i < G; ++i) {
-    x[W - 1 + i] = get<E, whole>(g.x + i * g.x_stride + c, n);
+    x[W - 1 + i] = get<S, whole>(g.x + i * g.x_stride + c, n);
     prefetch(g.x + (i + G) * g.x_stride + c);
   }
 #pragma GCC unroll 8
@@ -49,30 +49,30 @@ template <class E, int W, int G, bool whole>
     vf pre = bias;
 #pragma GCC unroll 8
     for (int j = 0; j < W; ++j) pre = fma(w[j], x[i + j], pre);
-    put<E, whole>(y + i * y_stride, g.silu ? silu_of(pre) : pre, n);
+    put<S, whole>(y + i * y_stride, g.silu ? silu_of(pre) : pre, n);
   }
 #pragma GCC unroll 8
   for (int j = 0; j < W - 1; ++j) store(g.history + j * g.pitch + c, x[G + j]);
 }
 
-template <class E, int W, int G, bool kStreams>
-void convolve(const Group<E>& g, int64_t count) {
-  constexpr int64_t line = kLineBytes / int64_t(sizeof(typename E::Stored));
+template <class S, int W, int G, bool kStreams>
+void convolve(const Group<S>& g, int64_t count) {
+  constexpr int64_t line = kLineBytes / int64_t(sizeof(typename S::Element));
   int64_t c = 0;
   if constexpr (kStreams) {
-    alignas(64) typename E::Stored tile[G * line];
+    alignas(64) typename S::Element tile[G * line];
     for (; c + line <= count; c += line) {
-      for (int64_t v = 0; v < line; v += kLanes) column<E, W, G, true>(g, c + v, tile + v, line, kLanes);
+      for (int64_t v = 0; v < line; v += kLanes) column<S, W, G, true>(g, c + v, tile + v, line, kLanes);
       for (int i = 0; i < G; ++i) stream_line(g.y + i * g.y_stride + c, tile + i * line);
     }
   }
-  for (; c + kLanes <= count; c += kLanes) column<E, W, G, true>(g, c, g.y + c, g.y_stride, kLanes);
-  if (c < count) column<E, W, G, false>(g, c, g.y + c, g.y_stride, count - c);
+  for (; c + kLanes <= count; c += kLanes) column<S, W, G, true>(g, c, g.y + c, g.y_stride, kLanes);
+  if (c < count) column<S, W, G, false>(g, c, g.y + c, g.y_stride, count - c);
 }
 
-template <class E, int W>
+template <class S, int W>
 void forward_task(void* arg, int64_t i, int64_t slot) {
-  using Stored = typename E::Stored;
+  using Element = typename S::Element;
   const Call& call = *static_cast<const Call*>(arg);
   const Problem& p = call.p;
   const thalweg_tensor &tx = call.args.x, &ty = call.args.y;
@@ -86,31 +86,31 @@ void forward_task(void* arg, int64_t i, int64_t slot) {
   for (int64_t r = begin; r < end;) {
     const Span span = span_at(p, call.args.cu_seqlens, r);
     const int64_t last = span.end < end ? span.end : end;
-    Stored* y = static_cast<Stored*>(ty.data) + r / p.T * ty.stride[0] + r % p.T * ty.stride[1] + d0;
+    Element* y = row_at<Element>(ty, p.T, r, d0);
     if (span.n < 0) {
-      for (; r < last; ++r, y += ty.stride[1]) memset(y, 0, size_t(count) * sizeof(Stored));
+      for (; r < last; ++r, y += ty.stride[1]) memset(y, 0, size_t(count) * sizeof(Element));
       continue;
     }
     load_history(p, tx, call.args.initial_state, span, r, d0, count, call.strip, history);
-    const Stored* x = static_cast<const Stored*>(tx.data) + r / p.T * tx.stride[0] + r % p.T * tx.stride[1] + d0;
-    Group<E> g{x, y, tx.stride[1], ty.stride[1], weight, history + call.strip, call.strip, p.silu};
+    const Element* x = row_at<const Element>(tx, p.T, r, d0);
+    Group<S> g{x, y, tx.stride[1], ty.stride[1], weight, history + call.strip, call.strip, p.silu};
     for (; r + kGroup <= last; r += kGroup, g.x += kGroup * g.x_stride, g.y += kGroup * g.y_stride) {
       if (call.stream)
-        convolve<E, W, kGroup, true>(g, count);
+        convolve<S, W, kGroup, true>(g, count);
       else
-        convolve<E, W, kGroup, false>(g, count);
+        convolve<S, W, kGroup, false>(g, count);
     }
-    for (; r < last; ++r, g.x += g.x_stride, g.y += g.y_stride) convolve<E, W, 1, false>(g, count);
+    for (; r < last; ++r, g.x += g.x_stride, g.y += g.y_stride) convolve<S, W, 1, false>(g, count);
   }
   if (call.stream) stream_fence();
 }
 
 using Task = void (*)(void*, int64_t, int64_t);
 
-template <class E>
+template <class S>
 Task task_of(int64_t W) {
-  constexpr Task tasks[] = {forward_task<E, 1>, forward_task<E, 2>, forward_task<E, 3>, forward_task<E, 4>,
-                            forward_task<E, 5>, forward_task<E, 6>, forward_task<E, 7>, forward_task<E, 8>};
+  constexpr Task tasks[] = {forward_task<S, 1>, forward_task<S, 2>, forward_task<S, 3>, forward_task<S, 4>,
+                            forward_task<S, 5>, forward_task<S, 6>, forward_task<S, 7>, forward_task<S, 8>};
   return tasks[W - 1];
 }
 
@@ -119,9 +119,6 @@ Task task_of(int64_t W) {
 namespace THALWEG_ISA {
 
 void cpu_vec_fwd(const Problem& p, const Plan& plan, const thalweg_short_conv_fwd_args& args, const Exec& exec) {
-  const int64_t bytes = p.dtype == THALWEG_F32 ? 4 : 2;
-  const bool aligned = is_line_aligned(args.y.data) && args.y.stride[0] * bytes % kLineBytes == 0 &&
-                       args.y.stride[1] * bytes % kLineBytes == 0;
   Call call{p,
             args,
             exec.workspace + plan.shared_bytes,
@@ -129,9 +126,11 @@ void cpu_vec_fwd(const Problem& p, const Plan& plan, const thalweg_short_conv_fw
             plan.values[kBlock],
             plan.values[kStrip],
             (p.D + plan.values[kStrip] - 1) / plan.values[kStrip],
-            plan.values[kStream] && aligned};
+            plan.values[kStream] && rows_are_lines(args.y)};
   const int64_t num_blocks = (p.B * p.T + call.block - 1) / call.block;
-  const Task task = p.dtype == THALWEG_F32 ? task_of<F32>(p.W) : p.dtype == THALWEG_BF16 ? task_of<Bf16>(p.W) : task_of<F16>(p.W);
+  const Task task = p.dtype == THALWEG_F32    ? task_of<F32>(p.W)
+                    : p.dtype == THALWEG_BF16 ? task_of<Bf16>(p.W)
+                                              : task_of<F16>(p.W);
   parallel_tasks(exec, num_blocks * call.num_strips, plan.num_slots, task, &call);
   write_final_states(p, args, exec);
 }

@@ -213,9 +213,8 @@ bool plan_vec_bwd(const Problem& p, const Device& device, Plan* plan, std::strin
 bool plan_vec_decode(const Problem& p, const Device&, Plan* plan, std::string* why) {
   if (!takes_vec(p, why)) return false;
   // As many strips as threads want, whole vectors each.
-  const int64_t wanted = ceil_div(2 * plan->num_slots, std::max<int64_t>(p.N, 1));
-  plan->values[kStrip] = strip_of(p, std::clamp<int64_t>(ceil_div(p.D, wanted), 512, 2048));
-  plan->slot_bytes = (3 * kMaxW + 2) * plan->values[kStrip] * 4;
+  const int64_t wanted = ceil_div(4 * plan->num_slots, std::max<int64_t>(p.N, 1));
+  plan->values[kStrip] = strip_of(p, std::clamp<int64_t>(ceil_div(p.D, wanted), 256, 2048));
   return true;
 }
 

@@ -1,54 +1,29 @@
-// Stored element types as float vectors, and SiLU. For files compiled per instruction set only.
+// SiLU, partial vectors and streamed lines. For files compiled per instruction set only.
 #ifndef THALWEG_OPS_SHORT_CONV_VEC_H
 #define THALWEG_OPS_SHORT_CONV_VEC_H
 
-#include "thalweg/cpu/simd.h"
+#include "thalweg/cpu/blocks/rows.h"
 
 namespace thalweg::short_conv {
 namespace {
 
-struct F32 {
-  using Stored = float;
-  [[gnu::always_inline]] static inline vf load(const float* p) { return thalweg::load(p); }
-  [[gnu::always_inline]] static inline vf load_n(const float* p, int64_t n) { return thalweg::load_n(p, n); }
-  [[gnu::always_inline]] static inline void store(float* p, vf x) { thalweg::store(p, x); }
-  [[gnu::always_inline]] static inline void store_n(float* p, vf x, int64_t n) { thalweg::store_n(p, x, n); }
-};
-struct Bf16 {
-  using Stored = uint16_t;
-  [[gnu::always_inline]] static inline vf load(const uint16_t* p) { return load_bf16(p); }
-  [[gnu::always_inline]] static inline vf load_n(const uint16_t* p, int64_t n) { return load_bf16_n(p, n); }
-  [[gnu::always_inline]] static inline void store(uint16_t* p, vf x) { store_bf16(p, x); }
-  [[gnu::always_inline]] static inline void store_n(uint16_t* p, vf x, int64_t n) { store_bf16_n(p, x, n); }
-};
-struct F16 {
-  using Stored = uint16_t;
-  [[gnu::always_inline]] static inline vf load(const uint16_t* p) { return load_f16(p); }
-  [[gnu::always_inline]] static inline vf load_n(const uint16_t* p, int64_t n) { return load_f16_n(p, n); }
-  [[gnu::always_inline]] static inline void store(uint16_t* p, vf x) { store_f16(p, x); }
-  [[gnu::always_inline]] static inline void store_n(uint16_t* p, vf x, int64_t n) { store_f16_n(p, x, n); }
-};
-
 // The first n of a vector's elements, or, where `whole`, all of them.
-template <class E, bool whole>
-[[gnu::always_inline]] inline vf get(const typename E::Stored* p, int64_t n) {
+template <class S, bool whole>
+[[gnu::always_inline]] inline vf get(const typename S::Element* p, int64_t n) {
   if constexpr (whole)
-    return E::load(p);
+    return S::load(p);
   else
-    return E::load_n(p, n);
+    return S::load_n(p, n);
 }
-template <class E, bool whole>
-[[gnu::always_inline]] inline void put(typename E::Stored* p, vf x, int64_t n) {
+template <class S, bool whole>
+[[gnu::always_inline]] inline void put(typename S::Element* p, vf x, int64_t n) {
   if constexpr (whole)
-    E::store(p, x);
+    S::store(p, x);
   else
-    E::store_n(p, x, n);
+    S::store_n(p, x, n);
 }
 
 constexpr float kLargest = 3.4028234663852886e38f;
-constexpr int64_t kLineBytes = 64;
-
-inline bool is_line_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kLineBytes == 0; }
 
 // x sigmoid(x); its limit 0 at minus infinity.
 [[gnu::always_inline]] inline vf silu_of(vf x) {
@@ -62,12 +37,25 @@ inline bool is_line_aligned(const void* p) { return reinterpret_cast<uintptr_t>(
   return s * fma(bounded, one - s, one);
 }
 
-// Copies one line of a tile to memory around the caches.
+// Lines of 64 bytes: groups compute one line of channels of several tokens into a tile, then write each
+// token's line whole, around the caches.
+constexpr int64_t kLineBytes = 64;
+
+inline bool rows_are_lines(const thalweg_tensor& t) {
+  const int64_t bytes = element_bytes(t.dtype);
+  return reinterpret_cast<uintptr_t>(t.data) % kLineBytes == 0 && t.stride[0] * bytes % kLineBytes == 0 &&
+         t.stride[1] * bytes % kLineBytes == 0;
+}
+
 [[gnu::always_inline]] inline void stream_line(void* to, const void* from) {
-  constexpr int64_t step = kLanes;  // floats
   const float* in = static_cast<const float*>(from);
   float* out = static_cast<float*>(to);
-  for (int64_t i = 0; i < kLineBytes / 4; i += step) stream(out + i, load(in + i));
+  for (int64_t i = 0; i < kLineBytes / 4; i += kLanes) stream(out + i, load(in + i));
+}
+
+template <class Element>
+Element* row_at(const thalweg_tensor& t, int64_t T, int64_t r, int64_t d0) {
+  return t.dtype ? static_cast<Element*>(t.data) + r / T * t.stride[0] + r % T * t.stride[1] + d0 : nullptr;
 }
 
 }  // namespace
