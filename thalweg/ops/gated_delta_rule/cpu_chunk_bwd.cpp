@@ -8,7 +8,7 @@ using Args = thalweg_gated_delta_rule_bwd_args;
 
 constexpr int64_t kHeads = 2;              // value heads of a group that go through a chunk together
 constexpr int64_t kMaxBlocks = 256;        // of sequences; a task is a block and a key head
-constexpr int64_t kStateBytes = 8 << 20;  // wanted for the states that a slot keeps
+constexpr int64_t kStateBytes = 4 << 20;  // wanted for the states that a slot keeps
 constexpr int64_t kMaxEvery = 256;         // tokens between two of them
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -60,6 +60,9 @@ struct Slot {
   float* dS;           // [heads] panels
   float* states;       // [states kept][heads] panels
   float* between;      // [every - 1][heads] panels: states inside the current segment
+  float* k_rstds;      // [chunks][C]
+  float* factors;      // [chunks][heads][C] what the deltas enter the next state with
+  float* carries;      // [chunks][heads] decay of the state over a chunk
   float* deltas;       // [chunks][heads] panels of [C Vp]
   double* partials;    // [blocks HV 2]: d_A_log, d_dt_bias of each task; slot 0's serve them all
   float* accumulated;  // [chunks][2] of [Kp C]: d_q, d_k when the group takes several rounds
@@ -71,7 +74,7 @@ void carve_keys(Carver& c, const Dims& d, Keys* k) {
   k->d_q_cols = c.take(kC * d.Kp), k->d_k_cols = c.take(kC * d.Kp);
   k->qk = c.take(kSquare), k->kk = c.take(kSquare);
   k->reads = c.take(kSquare), k->writes = c.take(kSquare), k->weights = c.take(2 * kSquare);
-  k->q_rstd = c.take(kC), k->k_rstd = c.take(kC);
+  k->q_rstd = c.take(kC);
 }
 void carve_head(Carver& c, const Dims& d, Head* h) {
   h->scalars = reinterpret_cast<Scalars*>(c.take(int64_t(sizeof(Scalars) / sizeof(float))));
@@ -90,6 +93,9 @@ int64_t carve(const Layout& l, char* base, Slot* slot) {
   slot->rows = c.take(kC * l.dims.Kp);
   slot->dS = c.take(state);
   slot->between = c.take(kMaxEvery / kC * state);
+  slot->k_rstds = c.take(l.chunks * kC);
+  slot->factors = c.take(l.chunks * l.heads * kC);
+  slot->carries = c.take(l.chunks * l.heads);
   slot->deltas = c.take(l.chunks * l.heads * kC * l.dims.Vp);
   slot->accumulated = c.take(l.group > l.heads ? l.chunks * 2 * l.dims.Kp * kC : 0);
   slot->partials = reinterpret_cast<double*>(c.take(l.blocks * l.group * l.key_heads * 4));
@@ -141,17 +147,40 @@ struct Work {
   }
 };
 
-void load_keys(const Work& w, int64_t c, bool with_q) {
+// Keys of chunk c, and their norms: for the first time.
+void load_new_keys(const Work& w, int64_t c) {
   const Dims& d = w.layout.dims;
   const Keys& keys = w.slot.keys;
+  float* rstd = w.slot.k_rstds + c * kC;
   load_rows<flat>(w.at(w.args.k, c, w.h), w.tokens(c), d.K, d.Kp, keys.k_rows);
   transpose(keys.k_rows, d.Kp, kC, d.Kp, keys.k_cols, kC);
-  if (w.args.use_qk_l2norm) normalise(keys.k_rows, keys.k_cols, d.Kp, keys.k_rstd);
+  if (w.args.use_qk_l2norm) {
+    normalise_columns(keys.k_cols, d.Kp, rstd);
+    scale_rows(keys.k_rows, d.Kp, rstd);
+  }
   token_products(keys.k_cols, keys.k_cols, d.Kp, keys.kk);
-  if (!with_q) return;
+}
+
+// Rows of the keys, again.
+void load_key_rows(const Work& w, int64_t c) {
+  const Dims& d = w.layout.dims;
+  load_rows<flat>(w.at(w.args.k, c, w.h), w.tokens(c), d.K, d.Kp, w.slot.keys.k_rows);
+  if (w.args.use_qk_l2norm) scale_rows(w.slot.keys.k_rows, d.Kp, w.slot.k_rstds + c * kC);
+}
+
+void load_queries_and_keys(Work& w, int64_t c) {
+  const Dims& d = w.layout.dims;
+  Keys& keys = w.slot.keys;
+  keys.k_rstd = w.slot.k_rstds + c * kC;
+  load_key_rows(w, c);
+  transpose(keys.k_rows, d.Kp, kC, d.Kp, keys.k_cols, kC);
+  token_products(keys.k_cols, keys.k_cols, d.Kp, keys.kk);
   load_rows<flat>(w.at(w.args.q, c, w.h), w.tokens(c), d.K, d.Kp, keys.q_rows);
   transpose(keys.q_rows, d.Kp, kC, d.Kp, keys.q_cols, kC);
-  if (w.args.use_qk_l2norm) normalise(keys.q_rows, keys.q_cols, d.Kp, keys.q_rstd);
+  if (w.args.use_qk_l2norm) {
+    normalise_columns(keys.q_cols, d.Kp, keys.q_rstd);
+    scale_rows(keys.q_rows, d.Kp, keys.q_rstd);
+  }
   token_products(keys.q_cols, keys.k_cols, d.Kp, keys.qk);
 }
 
@@ -166,7 +195,7 @@ void load_head(const Work& w, int64_t c, int64_t x) {
 void run_forward(const Work& w) {
   const Dims& d = w.layout.dims;
   for (int64_t c = 0; c < w.chunks(); ++c) {
-    load_keys(w, c, false);
+    load_new_keys(w, c);
     for (int64_t x = 0; x < w.count; ++x) {
       w.fetch(w.args.v, c + 1, w.first + x, d.V);
       if (x == 0) w.fetch(w.args.k, c + 1, w.h, d.K);
@@ -176,7 +205,11 @@ void run_forward(const Work& w) {
       chunk_deltas(d, w.slot.keys, w.slot.head, S, w.deltas(c, x));
       if (c + 1 == w.chunks()) continue;
       float* S_after = (c + 1) % w.layout.every == 0 ? w.state(c + 1, x) : w.state(1, x);
-      advance_state(d, w.slot.keys, w.slot.head, w.deltas(c, x), S, S_after);
+      const int64_t at = c * w.layout.heads + x;
+      write_factors(w.slot.head, w.slot.factors + at * kC);
+      w.slot.carries[at] = w.slot.head.E[kC - 1];
+      advance_state(d, w.slot.keys.k_rows, w.slot.factors + at * kC, w.slot.carries[at], w.deltas(c, x),
+                    w.slot.head.d_v_decayed, S, S_after);
     }
   }
 }
@@ -185,11 +218,12 @@ void run_forward(const Work& w) {
 void run_again(const Work& w, int64_t c) {
   const Dims& d = w.layout.dims;
   for (int64_t i = c / w.layout.every * w.layout.every; i < c; ++i) {
-    load_keys(w, i, false);
+    load_key_rows(w, i);
+    w.fetch(w.args.k, i + 1, w.h, d.K);
     for (int64_t x = 0; x < w.count; ++x) {
-      if (x == 0) w.fetch(w.args.k, i + 1, w.h, d.K);
-      load_head(w, i, x);
-      advance_state(d, w.slot.keys, w.slot.head, w.deltas(i, x), w.state(i, x), w.state(i + 1, x));
+      const int64_t at = i * w.layout.heads + x;
+      advance_state(d, w.slot.keys.k_rows, w.slot.factors + at * kC, w.slot.carries[at], w.deltas(i, x),
+                    w.slot.head.d_v_decayed, w.state(i, x), w.state(i + 1, x));
     }
   }
 }
@@ -261,7 +295,7 @@ void run_backward(Work& w) {
       memset(keys.d_q_cols, 0, size_t(columns) * sizeof(float));
       memset(keys.d_k_cols, 0, size_t(columns) * sizeof(float));
     }
-    load_keys(w, c, true);
+    load_queries_and_keys(w, c);
     memset(keys.reads, 0, kSquare * sizeof(float));
     memset(keys.writes, 0, kSquare * sizeof(float));
     for (int64_t x = 0; x < w.count; ++x) run_head_backward(w, c, x);

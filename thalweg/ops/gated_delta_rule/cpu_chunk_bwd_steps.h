@@ -20,7 +20,7 @@ struct Keys {
   float* qk;         // [C C] q_i . k_j
   float* kk;         // [C C] k_i . k_j
   float* q_rstd;     // [C]
-  float* k_rstd;     // [C]
+  float* k_rstd;     // [C] of this chunk
   float* d_q_cols;   // [Kp C] sum over value heads
   float* d_k_cols;   // [Kp C]
   float* reads;      // [C C] sum over value heads of scale D_ij (d_o_i . u_j), lower with diagonal
@@ -40,7 +40,7 @@ struct Head {
   float* d_o;      // panels [Vp/panel][C][panel]
   float* d_v;      // panels
   float* d_o_decayed;  // panels: scale E_i d_o_i
-  float* d_v_decayed;  // panels: -E_i d_v_i; forward and recompute: D_nj u_j
+  float* d_v_decayed;  // panels: -E_i d_v_i; in the forward pass D_nj u_j
   float* cols;     // [Vp 3C]: d_o^T, d_v^T, r^T beside each other
   float* r_dot;    // [C lanes] partial sums of d_u_i . r_i
   float* read_gate;   // [C] z
@@ -49,9 +49,8 @@ struct Head {
 
 // ---- keys -------------------------------------------------------------------------------------------
 
-// rows [C Kp] and cols [Kp C] <- x / sqrt(sum x^2 + 1e-6), rstd [C].
-inline void normalise(float* rows, float* cols, int64_t Kp, float* rstd) {
-#pragma GCC unroll 4
+// rstd [C] = 1 / sqrt(sum x^2 + 1e-6) of the columns of cols [Kp C], and cols times it.
+inline void normalise_columns(float* cols, int64_t Kp, float* rstd) {
   for (int v = 0; v < kCV; ++v) {
     vf sum[4] = {zero(), zero(), zero(), zero()};
     for (int64_t k = 0; k < Kp; k += 4)
@@ -67,6 +66,9 @@ inline void normalise(float* rows, float* cols, int64_t Kp, float* rstd) {
       store(to, scale * load(to));
     }
   }
+}
+
+inline void scale_rows(float* rows, int64_t Kp, const float* rstd) {
   for (int64_t i = 0; i < kC; ++i) {
     vf scale = set1(rstd[i]);
     for (int64_t at = 0; at < Kp; at += kLanes) store(rows + i * Kp + at, scale * load(rows + i * Kp + at));
@@ -144,28 +146,31 @@ inline void chunk_deltas(const Dims& dims, const Keys& keys, const Head& head, c
   }
 }
 
-// S_after = E_n S_before + sum_j k_j D_nj u_j; both may be one.
-inline void advance_state(const Dims& dims, const Keys& keys, const Head& head, const float* r, const float* S_before,
-                          float* S_after) {
-  const float* D_n = head.D + (kC - 1) * kC;
-  const float E_n = head.E[kC - 1];
+// What the deltas enter the next state with, [C]: D_nj beta_j.
+inline void write_factors(const Head& head, float* factors) {
+  for (int64_t i = 0; i < kC; i += kLanes)
+    store(factors + i, load(head.D + (kC - 1) * kC + i) * load(head.scalars->beta + i));
+}
+
+// S_after = E_n S_before + sum_j k_j D_nj u_j; both may be one. u: scratch, panels.
+inline void advance_state(const Dims& dims, const float* k_rows, const float* factors, float E_n, const float* r,
+                          float* u, const float* S_before, float* S_after) {
   for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
-    float* u_p = head.d_v_decayed + p * kC * kPanel;
+    float* u_p = u + p * kC * kPanel;
     const float* r_p = r + p * kC * kPanel;
     for (int64_t i = 0; i < kC; ++i) {
-      vf f = set1(D_n[i] * head.scalars->beta[i]);
+      vf f = set1(factors[i]);
       store(u_p + i * kPanel, f * load(r_p + i * kPanel));
       store(u_p + i * kPanel + kLanes, f * load(r_p + i * kPanel + kLanes));
     }
-    for (int64_t k = 0; k < dims.Kp; k += kRows) {
+    for (int64_t k = 0; k < dims.Kp; k += kRows)
       for_tiles_of_16(k, [&](auto tile, int64_t row) __attribute__((always_inline)) {
         const int64_t at = (p * dims.Kp + row) * kPanel;
         vf acc[tile.count][2];
         tile_load(S_before + at, kPanel, E_n, acc);
-        tile_mac(kC, keys.k_rows + row, 1, dims.Kp, u_p, kPanel, acc);
+        tile_mac(kC, k_rows + row, 1, dims.Kp, u_p, kPanel, acc);
         tile_store(S_after + at, kPanel, acc);
       });
-    }
   }
 }
 
