@@ -188,7 +188,7 @@ double limit(const Case& c, const std::string& output) {
   // Here rounding grows with the problem's own condition: at most 4 times the plain recurrence's error.
   if (c.has("cos") || c.number("beta_max", 1) > 1) return 0;
   const bool scalar = is_scalar_gradient(output);
-  if (c.dtype == THALWEG_F64) return scalar ? 1e-12 : 4e-13;
+  if (c.dtype == THALWEG_F64) return scalar ? 6e-15 : 2e-15;
   switch (testing::dtype_in(c, *testing::find_field(*c.pass, output))) {
     case THALWEG_BF16:
       return output == "o" || output == "final_state" || output == "state" ? 4e-3 : 6e-3;
