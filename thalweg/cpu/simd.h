@@ -353,8 +353,30 @@ inline void stream_f16(uint16_t* p, vf x, vf y) {
 [[gnu::always_inline]] inline vf mul(vf a, vf b) { return a * b; }
 [[gnu::always_inline]] inline vf div(vf a, vf b) { return a / b; }
 
-[[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-[[gnu::always_inline]] inline void prefetch_write(const void* p) { __builtin_prefetch(p, 1, 3); }
+// As asm, since GCC takes a function that only prefetches for one without effects and drops its calls.
+[[gnu::always_inline]] inline void prefetch(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 0, 3);
+#endif
+}
+// Into the L2 but not the L1.
+[[gnu::always_inline]] inline void prefetch_l2(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 0, 2);
+#endif
+}
+// For a line that will be written.
+[[gnu::always_inline]] inline void prefetch_write(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 1, 3);
+#endif
+}
 // Makes streamed stores visible in order; once at the end of a task that used stream().
 [[gnu::always_inline]] inline void stream_fence() {
 #if defined(__x86_64__)

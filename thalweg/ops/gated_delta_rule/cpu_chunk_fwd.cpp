@@ -8,8 +8,9 @@ namespace {
 using Args = thalweg_gated_delta_rule_fwd_args;
 
 constexpr int64_t C = 16;           // tokens of a chunk
-constexpr int64_t kChunks = 8;      // chunks of a block: keys are prepared and panels loaded once a block
+constexpr int64_t kChunks = 4;      // chunks of a block: keys are prepared and panels loaded once a block
 constexpr int64_t kBlock = kChunks * C;
+constexpr int64_t kFetchEvery = 2;  // chunks of a panel between two steps of Ahead
 constexpr int64_t kMinTasks = 8;    // below this, the columns of V are split over tasks
 constexpr int64_t kZeroRows = 1024; // rows of o past the last sequence that one task clears
 constexpr float kEps = 1e-6f;       // of the l2norm, inside the root
@@ -96,6 +97,34 @@ struct Task {
   int64_t n, h, first, last;
   Span span;
 };
+
+// ---- the next block's rows ----------------------------------------------------------------------------
+
+// Fetches the tokens that the next block will load, a few at each step. The first lines of all rows come first:
+// a row is on a page of its own, and page walks overlap only when they are close together.
+struct Ahead {
+  const char* at[3];           // q, k, and the first value head's v of the next token
+  int64_t stride[3];           // bytes from token to token
+  int64_t head_stride, heads;  // of v
+  int64_t k_bytes, v_bytes;
+  int64_t tokens, steps, due;  // `tokens` are spread over `steps`
+};
+
+[[gnu::always_inline]] inline void fetch_token(const Ahead& f, int64_t i, int64_t from, int64_t to) {
+  const char *q = f.at[0] + i * f.stride[0], *k = f.at[1] + i * f.stride[1], *v = f.at[2] + i * f.stride[2];
+  for (int64_t x = from; x < to && x < f.k_bytes; x += 64) prefetch(q + x), prefetch(k + x);
+  for (int64_t j = 0; j < f.heads; ++j)
+    for (int64_t x = from; x < to && x < f.v_bytes; x += 64) prefetch(v + j * f.head_stride + x);
+}
+
+[[gnu::always_inline]] inline void fetch_step(Ahead* f) {
+  f->due += f->tokens;
+  int64_t n = f->due / f->steps;
+  f->due -= n * f->steps;
+  for (int64_t i = 0; i < n; ++i) fetch_token(*f, i, 0, 64);
+  for (int64_t i = 0; i < n; ++i) fetch_token(*f, i, 64, 4096);
+  for (int j = 0; j < 3; ++j) f->at[j] += n * f->stride[j];
+}
 
 // ---- the chunk: one panel of the state ---------------------------------------------------------------
 
@@ -355,21 +384,28 @@ template <class S>
   }
 }
 
-// Asks for the rows of tokens [begin, end) that the next block will load.
-void fetch_ahead(const Task& t, int64_t begin, int64_t end) {
+// For the block that starts at `row` and follows one of `chunks` chunks.
+Ahead ahead_of(const Task& t, int64_t row, int64_t chunks) {
   const Problem& pb = *t.call->problem;
   const Args& a = *t.call->args;
   const Cut& cut = t.call->cut;
-  int64_t bytes = element_bytes(pb.dtype), heads = (t.last - 1) / cut.panels - t.first / cut.panels + 1;
-  for (int64_t row = begin; row < end; ++row) {
-    int64_t b = row / pb.T, token = row % pb.T;
-    const char *q = element_at(a.q, b, token, t.h), *k = element_at(a.k, b, token, t.h);
-    for (int64_t i = 0; i < pb.K * bytes; i += 64) prefetch(q + i), prefetch(k + i);
-    for (int64_t j = 0; j < heads; ++j) {
-      const char* v = element_at(a.v, b, token, t.h * cut.G + t.first / cut.panels + j);
-      for (int64_t i = 0; i < pb.V * bytes; i += 64) prefetch(v + i);
-    }
-  }
+  int64_t bytes = element_bytes(pb.dtype), left = t.span.end - row;
+  Ahead f{};
+  f.steps = (chunks * (t.last - t.first) + kFetchEvery - 1) / kFetchEvery;
+  if (left <= 0) return f;
+  f.tokens = left < kBlock ? left : kBlock;
+  f.heads = (t.last - 1) / cut.panels - t.first / cut.panels + 1;
+  int64_t b = row / pb.T, token = row % pb.T;
+  f.at[0] = element_at(a.q, b, token, t.h);
+  f.at[1] = element_at(a.k, b, token, t.h);
+  f.at[2] = element_at(a.v, b, token, t.h * cut.G + t.first / cut.panels);
+  f.stride[0] = a.q.stride[1] * bytes;
+  f.stride[1] = a.k.stride[1] * bytes;
+  f.stride[2] = a.v.stride[1] * bytes;
+  f.head_stride = a.v.stride[2] * bytes;
+  f.k_bytes = pb.K * bytes;
+  f.v_bytes = pb.V * bytes;
+  return f;
 }
 
 // ---- states in storage --------------------------------------------------------------------------------
@@ -413,7 +449,7 @@ void clear_unused(const Task& t) {
   const Problem& pb = *t.call->problem;
   const thalweg_tensor& to = t.call->args->chunk_states;
   if (!to.dtype) return;
-  int64_t used = (t.span.end - t.span.begin + pb.every - 1) / pb.every;
+  int64_t length = t.span.end - t.span.begin, used = length > 0 ? (length + pb.every - 1) / pb.every : 1;
   int64_t from = t.span.begin / pb.every + t.n + used;
   int64_t end = t.n + 1 < pb.N ? t.span.end / pb.every + t.n + 1 : to.shape[0];
   if (from >= end) return;
@@ -428,9 +464,8 @@ void run_block(const Task& t, int64_t row, int64_t count) {
   const Cut& cut = t.call->cut;
   load_keys<S>(t, row, count);
   int64_t chunks = (count + C - 1) / C;
-  // The next block's tokens are fetched a few at each step of this one.
-  int64_t next = row + count, left = t.span.end - next, steps = chunks * (t.last - t.first), step = 0;
-  if (left > kBlock) left = kBlock;
+  Ahead ahead = ahead_of(t, row + count, chunks);
+  int64_t step = 0;
   for (int64_t unit = t.first; unit < t.last;) {
     int64_t hv = t.h * cut.G + unit / cut.panels, first = unit % cut.panels;
     int64_t last = t.last - unit < cut.panels - first ? first + t.last - unit : cut.panels;
@@ -446,8 +481,7 @@ void run_block(const Task& t, int64_t row, int64_t count) {
                     x.u, x.w, unit_state(t, unit)};
         chunk_rows(chunk);
         update_state(chunk);
-        fetch_ahead(t, next + left * step / steps, next + left * (step + 1) / steps);
-        ++step;
+        if (++step % kFetchEvery == 0) fetch_step(&ahead);
       }
     }
     store_output<S>(t, hv, row, count, first, last);
@@ -460,6 +494,7 @@ void run_task(const Task& t) {
   const Args& a = *t.call->args;
   read_states(t);
   int64_t length = t.span.end - t.span.begin;
+  if (length == 0) write_states(t, a.chunk_states, t.span.begin / pb.every + t.n);
   for (int64_t at = 0; at < length;) {
     int64_t count = length - at < kBlock ? length - at : kBlock;
     if (a.chunk_states.dtype) {
