@@ -139,7 +139,8 @@ TEST_F(GatedDeltaRuleFaults, DecayIsNotRoundedToTheActivationDtype) {
     set_all(problem, "k", 0);
     set_all(problem, "initial_state", 1);
     problem.poison_outputs();
-    for (double x : run(problem).at("final_state").data) ASSERT_NEAR(x, 0.99900049983, 2e-7);
+    Values state = run(problem).at("final_state");
+    for (double x : state.data) ASSERT_NEAR(x, 0.99900049983, 2e-7);
   });
 }
 
@@ -228,7 +229,8 @@ TEST_F(GatedDeltaRuleFaults, LossInTheFinalStateOnly) {
   for_rows("gated_delta_rule.bwd:f32,T130,H1,HV2,K32,V16,g,beta,initial_state,d_final_state,d_q,d_k,d_v,d_g,d_beta,d_initial_state", [](const Case& c) {
     Problem problem(c);
     expect_oracle(problem);
-    for (double x : problem.read("d_q").data) ASSERT_EQ(x, 0);
+    Values d_q = problem.read("d_q");
+    for (double x : d_q.data) ASSERT_EQ(x, 0);
   });
 }
 

@@ -252,7 +252,8 @@ TEST(StatePool, PaddingRows) {
         Values state = problem.read("state"), o = problem.read(output);
         for (int64_t n = 0; n < 3; ++n) {
           if (slots[size_t(n)] >= 0) continue;
-          for (double x : cut(o, 0, n, n + 1).data) ASSERT_EQ(x, 0);
+          Values padding = cut(o, 0, n, n + 1);
+          for (double x : padding.data) ASSERT_EQ(x, 0);
         }
         for (int64_t m = 0; m < 5; ++m)
           if (std::find(slots.begin(), slots.end(), double(m)) == slots.end()) {
