@@ -6,6 +6,7 @@ JOBS ?= $(shell nproc)
 MINUTES ?=
 TEXT ?=
 CASES ?= @perf
+MAKEFLAGS += --no-print-directory
 export JOBS
 
 help:  ## this list
