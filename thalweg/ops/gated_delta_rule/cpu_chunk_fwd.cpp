@@ -10,7 +10,7 @@ using Args = thalweg_gated_delta_rule_fwd_args;
 constexpr int64_t C = 16;           // tokens of a chunk
 constexpr int64_t kChunks = 4;      // chunks of a block: keys are prepared and panels loaded once a block
 constexpr int64_t kBlock = kChunks * C;
-constexpr int64_t kFetchEvery = 2;  // chunks of a panel between two steps of Ahead
+constexpr int64_t kTouchEvery = 2;  // panels of a chunk between two bursts of page walks
 constexpr int64_t kMinTasks = 8;    // below this, the columns of V are split over tasks
 constexpr int64_t kZeroRows = 1024; // rows of o past the last sequence that one task clears
 constexpr float kEps = 1e-6f;       // of the l2norm, inside the root
@@ -100,30 +100,38 @@ struct Task {
 
 // ---- the next block's rows ----------------------------------------------------------------------------
 
-// Fetches the tokens that the next block will load, a few at each step. The first lines of all rows come first:
-// a row is on a page of its own, and page walks overlap only when they are close together.
+// Fetches the tokens that the next block will load, while this block computes. A row of a token is on a page
+// of its own, and page walks overlap only when they are close together: touch() asks for the first lines of
+// a few tokens at once. What is left of the rows follows one row at a time between products (fetch_row).
 struct Ahead {
-  const char* at[3];           // q, k, and the first value head's v of the next token
-  int64_t stride[3];           // bytes from token to token
-  int64_t head_stride, heads;  // of v
+  const char* at[3];            // q, k, and the first value head's v, of the first token
+  int64_t stride[3];            // bytes from token to token
+  int64_t head_stride, heads;   // of v
   int64_t k_bytes, v_bytes;
-  int64_t tokens, steps, due;  // `tokens` are spread over `steps`
+  int64_t tokens, touched;      // of the next block; asked for so far
+  int64_t token, which;         // the next row: q, k, then the heads of v
+  int64_t touches, touch_due;   // `tokens` are spread over `touches` calls
+  int64_t rows, steps, row_due; // `rows` are spread over `steps` calls
 };
 
-[[gnu::always_inline]] inline void fetch_token(const Ahead& f, int64_t i, int64_t from, int64_t to) {
-  const char *q = f.at[0] + i * f.stride[0], *k = f.at[1] + i * f.stride[1], *v = f.at[2] + i * f.stride[2];
-  for (int64_t x = from; x < to && x < f.k_bytes; x += 64) prefetch(q + x), prefetch(k + x);
-  for (int64_t j = 0; j < f.heads; ++j)
-    for (int64_t x = from; x < to && x < f.v_bytes; x += 64) prefetch(v + j * f.head_stride + x);
+[[gnu::always_inline]] inline void touch(Ahead* f) {
+  f->touch_due += f->tokens;
+  while (f->touch_due >= f->touches) {
+    f->touch_due -= f->touches;
+    for (int j = 0; j < 2; ++j) prefetch(f->at[j] + f->touched * f->stride[j]);
+    for (int64_t j = 0; j < f->heads; ++j) prefetch(f->at[2] + f->touched * f->stride[2] + j * f->head_stride);
+    ++f->touched;
+  }
 }
 
-[[gnu::always_inline]] inline void fetch_step(Ahead* f) {
-  f->due += f->tokens;
-  int64_t n = f->due / f->steps;
-  f->due -= n * f->steps;
-  for (int64_t i = 0; i < n; ++i) fetch_token(*f, i, 0, 64);
-  for (int64_t i = 0; i < n; ++i) fetch_token(*f, i, 64, 4096);
-  for (int j = 0; j < 3; ++j) f->at[j] += n * f->stride[j];
+[[gnu::always_inline]] inline void fetch_row(Ahead* f) {
+  for (f->row_due += f->rows; f->row_due >= f->steps; f->row_due -= f->steps) {
+    if (f->token >= f->touched) return;
+    int64_t j = f->which < 2 ? f->which : 2, bytes = j < 2 ? f->k_bytes : f->v_bytes;
+    const char* p = f->at[j] + f->token * f->stride[j] + (f->which - j) * f->head_stride;
+    for (int64_t i = 64; i < bytes; i += 64) prefetch(p + i);
+    if (++f->which == 2 + f->heads) f->which = 0, ++f->token;
+  }
 }
 
 // ---- the chunk: one panel of the state ---------------------------------------------------------------
@@ -203,11 +211,19 @@ template <int I0, int MR>
   }
 }
 
+constexpr int64_t kUpdateRows = kTileRows == 8 ? 16 : 24;  // rows of the state between two fetched rows
+
 // S <- e_last S + sum_j k_j (d_j u_j)^T
-[[gnu::noinline]] void update_state(const Chunk& c) {
+[[gnu::noinline]] void update_state(const Chunk& c, Ahead* ahead) {
   float decay = c.e[C - 1];
-  if (c.rows == C) gemm_add(c.Kp, kPanel, C, c.xk, C, 1, c.w, kPanel, c.s, kPanel, decay);
-  else gemm_add(c.Kp, kPanel, c.rows, c.xk, C, 1, c.w, kPanel, c.s, kPanel, decay);
+  for (int64_t k = 0; k < c.Kp; k += kUpdateRows) {
+    int64_t rows = c.Kp - k < kUpdateRows ? c.Kp - k : kUpdateRows;
+    const float* x = c.xk + k * C;
+    float* s = c.s + k * kPanel;
+    if (c.rows == C) gemm_panel<2, true>(rows, C, x, C, 1, c.w, kPanel, s, kPanel, decay);
+    else gemm_panel<2, true>(rows, c.rows, x, C, 1, c.w, kPanel, s, kPanel, decay);
+    fetch_row(ahead);
+  }
 }
 
 // ---- what the value heads of a key head share ----------------------------------------------------------
@@ -391,10 +407,13 @@ Ahead ahead_of(const Task& t, int64_t row, int64_t chunks) {
   const Cut& cut = t.call->cut;
   int64_t bytes = element_bytes(pb.dtype), left = t.span.end - row;
   Ahead f{};
-  f.steps = (chunks * (t.last - t.first) + kFetchEvery - 1) / kFetchEvery;
+  int64_t steps = chunks * (t.last - t.first);
+  f.touches = (steps + kTouchEvery - 1) / kTouchEvery;
+  f.steps = steps * ((cut.Kp + kUpdateRows - 1) / kUpdateRows);
   if (left <= 0) return f;
   f.tokens = left < kBlock ? left : kBlock;
   f.heads = (t.last - 1) / cut.panels - t.first / cut.panels + 1;
+  f.rows = f.tokens * (2 + f.heads);
   int64_t b = row / pb.T, token = row % pb.T;
   f.at[0] = element_at(a.q, b, token, t.h);
   f.at[1] = element_at(a.k, b, token, t.h);
@@ -479,9 +498,9 @@ void run_block(const Task& t, int64_t row, int64_t count) {
         Chunk chunk{cut.Kp, rows, x.xk + c * cut.Kp * C, x.xq + c * cut.Kp * C, x.l + c * C * C, x.p + c * C * C,
                     x.e + c * C, x.d + c * C, x.beta + c * C, x.vo + ((panel - first) * kBlock + c * C) * kPanel,
                     x.u, x.w, unit_state(t, unit)};
+        if (step++ % kTouchEvery == 0) touch(&ahead);
         chunk_rows(chunk);
-        update_state(chunk);
-        if (++step % kFetchEvery == 0) fetch_step(&ahead);
+        update_state(chunk, &ahead);
       }
     }
     store_output<S>(t, hv, row, count, first, last);
