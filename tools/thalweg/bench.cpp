@@ -139,12 +139,12 @@ Json merge(const std::vector<Json>& runs, const char* main_figure) {
   return out;
 }
 
-Json measure(const std::vector<testing::Case>& cases, const Options& options, Progress& progress) {
+Json measure(const std::vector<testing::Case>& cases, const Options& options, Progress& progress, int64_t job) {
   bool pair = cases.size() == 2;
   if (options.processes == 1) return pair ? measure_pair_here(cases[0], cases[1], options) : measure_here(cases[0], options);
   std::vector<Json> runs;
   for (int64_t p = 0; p < options.processes; ++p) {
-    progress.show(p, fmt::format("process {} of {}: {}", p + 1, options.processes, cases[0].text()));
+    progress.show(job * options.processes + p, fmt::format("process {} of {}: {}", p + 1, options.processes, cases[0].text()));
     std::vector<std::string> args{"bench", "--child", "--json", "-", "--seconds", fmt::format("{}", options.seconds)};
     if (options.warm) args.push_back("--warm");
     if (pair) args.push_back("--pair");
@@ -210,7 +210,7 @@ void print_table(const std::vector<Json>& results) {
 int bench_child(const std::vector<std::vector<testing::Case>>& jobs, const Options& options) {
   Progress progress(0);
   for (const auto& job : jobs) {
-    Json r = measure(job, options, progress);
+    Json r = measure(job, options, progress, 0);
     finish_record(r, false);  // the parent knows
     write_text("-", r.dump() + "\n");
   }
@@ -242,15 +242,15 @@ int bench(const Options& options) {
   std::vector<Json> results;
   int64_t refused = 0, done = 0;
   for (const auto& job : jobs) {
-    progress.show(done++, "verify " + job[0].text());
+    progress.show(done++ * options.processes, "verify " + job[0].text());
     bool ok = true;
     for (const auto& c : job) ok = ok && verifies(c, progress);
     if (!ok) {
       ++refused;
       continue;
     }
-    progress.show(done - 1, job[0].text());
-    Json r = measure(job, options, progress);
+    progress.show((done - 1) * options.processes, job[0].text());
+    Json r = measure(job, options, progress, done - 1);
     progress.clear();
     finish_record(r, true);
     if (!options.json.empty()) write_text(options.json, r.dump() + "\n", true);

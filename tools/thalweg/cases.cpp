@@ -11,6 +11,19 @@ void add_case_options(CLI::App& app, CaseOptions& options, bool required) {
   app.add_option("--kernel", options.kernel, "Force this kernel row, as kernel= in a case")->type_name("NAME");
 }
 
+namespace {
+
+void check_kernel(const testing::Case& c) {
+  std::string names;
+  for (int64_t i = 0; const char* name = c.pass->kernel_at(i, nullptr); ++i) {
+    if (c.kernel == name) return;
+    names += std::string(" ") + name;
+  }
+  throw UsageError(pass_name(*c.pass) + ": kernel, got " + c.kernel + ", expected one of:" + names);
+}
+
+}  // namespace
+
 std::vector<testing::Case> cases_of(const CaseOptions& options) {
   lower_isa(options.isa);
   std::vector<testing::Case> out;
@@ -18,6 +31,7 @@ std::vector<testing::Case> cases_of(const CaseOptions& options) {
     for (testing::Case& c : testing::find_cases(name)) {
       if (options.threads) c.threads = options.threads;
       if (!options.kernel.empty()) c.kernel = options.kernel;
+      if (!c.kernel.empty()) check_kernel(c);
       out.push_back(std::move(c));
     }
   if (out.empty()) throw UsageError("cases: got none, expected at least one");

@@ -25,7 +25,7 @@ Examples
   thalweg run gated_rms_norm.fwd --in x.safetensors --out y.safetensors --eps 1e-6
   thalweg run gated_rms_norm.fwd --help                   its tensors and options
 
-Exit codes: 0 yes or done, 1 the answer is no (a case failed, records differ), 2 wrong command or input.
+Exit codes: 0 yes or done, 1 the answer is no (a case failed or was not verified, a table differs), 2 wrong command or input.
 Environment: THALWEG_ISA (portable, avx2, avx512) lowers the instruction set, THALWEG_NUM_THREADS,
 THALWEG_VERBOSE=1 prints a line per call.)";
 

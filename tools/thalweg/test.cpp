@@ -306,6 +306,135 @@ TEST(Tool, ListNamesEveryPassAndKernel) {
   EXPECT_EQ(int64_t(parsed["passes"].size()), passes);
 }
 
+TEST(Tool, RunHelpNamesEveryField) {
+  for (int64_t i = 0; const thalweg_pass* pass = thalweg_pass_at(i); ++i) {
+    Outcome o = tool({"run", tool::pass_name(*pass), "--help"});
+    EXPECT_EQ(o.code, 0) << o.err;
+    for (int64_t f = 0; f < pass->num_fields; ++f) EXPECT_NE(o.out.find(pass->fields[f].name), std::string::npos) << pass->fields[f].name;
+    for (const std::string& entry : tool::words(pass->refused ? pass->refused : "", ';')) {
+      std::string name = tool::words(entry.substr(0, entry.find(':')), ',').front();
+      expect_refused({"run", tool::pass_name(*pass), "--in", "a.safetensors", "--out", "b.safetensors", "--" + name, "1"}, tool::refusal(*pass, name));
+    }
+    expect_refused({"run", tool::pass_name(*pass), "--in", "absent.safetensors", "--out", "b.safetensors"}, "absent.safetensors: cannot be opened");
+    expect_refused({"run", tool::pass_name(*pass), "--in", "a.npy", "--out", "b.safetensors"}, "expected name=FILE.npy");
+    expect_refused({"run", tool::pass_name(*pass), "--in", "a.txt", "--out", "b.safetensors"}, "expected FILE.safetensors");
+  }
+}
+
+// What `run` writes is what the library computes: a problem's own inputs through files.
+void expect_run_equals_call(const testing::Case& c) {
+  Folder folder;
+  testing::Problem problem(c);
+  const thalweg_pass& pass = *c.pass;
+  std::vector<Array> arrays;
+  std::string want;
+  bool plain = true;
+  for (int64_t i = 0; i < pass.num_fields; ++i) {
+    const thalweg_field& f = pass.fields[i];
+    if (f.kind != THALWEG_TENSOR) {
+      plain = plain && !c.has(f.name);
+      continue;
+    }
+    thalweg_tensor& t = problem.tensor(f.name);
+    if (t.dtype == THALWEG_NONE) continue;
+    std::vector<int64_t> shape(t.shape, t.shape + t.rank);
+    int64_t count = 1, stride = 1;
+    for (int64_t n : shape) count *= n;
+    for (size_t a = shape.size(); a-- > 0; stride *= shape[a]) plain = plain && (t.stride[a] == stride || shape[a] == 1);
+    if (f.role != THALWEG_OUT)
+      arrays.push_back({f.name, t.dtype, shape, {}, {static_cast<const std::byte*>(t.data), size_t(count) * thalweg_dtype_bytes(t.dtype)}});
+    else if (f.optional)
+      want += std::string(want.empty() ? "" : ",") + f.name + "=" + thalweg_dtype_name(t.dtype);
+  }
+  if (!plain) return;  // options and layouts have their own tests
+  files::write_safetensors(folder.file("in.safetensors"), arrays);
+  std::vector<std::string> args{"run", tool::pass_name(pass), "--in", folder.file("in.safetensors"), "--out", folder.file("out.safetensors")};
+  if (!want.empty()) args.insert(args.end(), {"--want", want});
+  Outcome o = tool(args);
+  ASSERT_EQ(o.code, 0) << c.text() << ": " << o.err;
+  ASSERT_EQ(problem.call(), THALWEG_OK) << thalweg_last_error();
+  auto out = files::read_safetensors(folder.file("out.safetensors"));
+  for (const std::string& name : problem.outputs()) {
+    const Array& got = out.content.at(name);
+    thalweg_tensor& t = problem.tensor(name);
+    ASSERT_EQ(got.dtype, t.dtype) << name;
+    EXPECT_EQ(std::memcmp(got.data.data(), t.data, got.data.size()), 0) << c.text() << ": " << name;
+  }
+}
+
+TEST(Tool, RunEqualsACallOfTheLibrary) {
+  for (const testing::Case& c : testing::find_cases("@smoke")) expect_run_equals_call(c);
+}
+
+TEST(Tool, VerifyWritesItsVerdict) {
+  Folder folder;
+  std::string name = testing::find_cases("@smoke").at(0).text();
+  Outcome o = tool({"verify", name, "--out", folder.file("v.json")});
+  EXPECT_EQ(o.code, 0) << o.out << o.err;
+  auto bytes = files::read_file(folder.file("v.json"));
+  tool::Json v = tool::Json::parse(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+  EXPECT_EQ(v["verdict"], "passed");
+  for (const char* member : {"criterion", "commit", "machine", "command", "date", "cases"}) EXPECT_TRUE(v.contains(member)) << member;
+  EXPECT_FALSE(v["cases"][0]["outputs"].empty());
+  EXPECT_TRUE(v["cases"][0]["outputs"][0].contains("rms_ratio"));
+  expect_refused({"verify", name + ",kernel=nothing"}, "kernel, got nothing, expected one of:");
+}
+
+TEST(Tool, BenchTimesWhatVerifiesAndRefusesTheRest) {
+  Folder folder;
+  testing::Case c = testing::find_cases("@smoke").at(0);
+  Outcome o = tool({"bench", c.text(), "--seconds", "0.02", "--warm", "--threads", "1", "--json", folder.file("r.jsonl")});
+  ASSERT_EQ(o.code, 0) << o.out << o.err;
+  auto bytes = files::read_file(folder.file("r.jsonl"));
+  tool::Json r = tool::Json::parse(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+  for (const char* member : {"case", "kernel", "backend", "isa", "threads", "median_us", "spread", "gflops", "gbs", "roof", "roof_value",
+                             "roof_share", "verified", "commit", "machine", "command", "date"})
+    EXPECT_TRUE(r.contains(member)) << member;
+  EXPECT_EQ(r["verified"], true);
+  EXPECT_GT(r["median_us"].get<double>(), 0);
+  EXPECT_EQ(tool({"compare", folder.file("r.jsonl"), folder.file("r.jsonl")}).code, 0);
+  for (const testing::Case& each : testing::find_cases("@smoke")) {  // a row that does not take the case cannot verify
+    testing::Case forced = each;
+    for (int64_t i = 0; const char* row = each.pass->kernel_at(i, nullptr); ++i) {
+      std::string text = tool::explain_text(each);
+      forced.kernel = row;
+      if (text.find(forced.kernel + ": runs") != std::string::npos || text.find(forced.kernel + ": accepts") != std::string::npos) continue;
+      Outcome refused = tool({"bench", forced.text(), "--seconds", "0.02", "--json", folder.file("n.jsonl")});
+      EXPECT_EQ(refused.code, 1) << refused.out;
+      EXPECT_NE(refused.err.find("refused to time"), std::string::npos);
+      EXPECT_EQ(std::filesystem::file_size(folder.file("n.jsonl")), 0u);
+      return;
+    }
+  }
+}
+
+TEST(Tool, DocsFillsAndChecks) {
+  Folder folder;
+  std::string last;
+  for (int64_t i = 0; const thalweg_pass* pass = thalweg_pass_at(i); ++i) {
+    std::filesystem::create_directories(folder.file(std::string("thalweg/ops/") + pass->op));
+    last = folder.file(std::string("thalweg/ops/") + pass->op + "/README.md");
+    tool::write_text(last, "# x\n<!-- generated: arguments -->\n<!-- end -->\nkept\n<!-- generated: kernels -->\nold\n<!-- end -->\n");
+  }
+  EXPECT_EQ(tool({"docs", "--check", "--root", folder.file("")}).code, 1);
+  EXPECT_EQ(tool({"docs", "--root", folder.file("")}).code, 0);
+  EXPECT_EQ(tool({"docs", "--check", "--root", folder.file("")}).code, 0);
+  auto bytes = files::read_file(last);
+  std::string text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  EXPECT_NE(text.find("\nkept\n"), std::string::npos);
+  EXPECT_EQ(text.find("\nold\n"), std::string::npos);
+  size_t at = text.find("| option |");
+  ASSERT_NE(at, std::string::npos);
+  tool::write_text(last, text.replace(at, 3, "| 0"));
+  Outcome o = tool({"docs", "--check", "--root", folder.file("")});
+  EXPECT_EQ(o.code, 1);
+  EXPECT_NE(o.out.find("\n-|"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("\n+|"), std::string::npos);
+  tool::write_text(last, "# x\n");
+  expect_refused({"docs", "--check", "--root", folder.file("")}, "got no line");
+  expect_refused({"docs", "--root", folder.file("nowhere")}, "--root, got");
+}
+
 std::string record(const std::string& name, double us, bool verified, double spread = 0.01) {
   tool::Json r{{"case", name}, {"kernel", "k"}, {"threads", 2}, {"median_us", us}, {"spread", spread}, {"verified", verified}};
   return r.dump() + "\n";
