@@ -3,35 +3,30 @@
 #define THALWEG_OPS_GATED_RMS_NORM_VEC_H
 
 #include "thalweg/cpu/blocks/rows.h"
+#include "thalweg/cpu/blocks/sigmoid.h"
 #include "thalweg/ops/gated_rms_norm/problem.h"
 
 namespace thalweg::gated_rms_norm {
 namespace {
 
-constexpr float kLargest = 3.4028234663852886e38f;
 constexpr float kSmallest = 1.1754943508222875e-38f;
 
-// a(gate); silu's limit 0 at minus infinity.
+// a(gate)
 template <Gate kGate>
 [[gnu::always_inline]] inline vf activate(vf g) {
   if constexpr (kGate == kNoGate) return set1(1.f);
-  if constexpr (kGate == kSigmoid) return sigmoid(g);
-  return max(set1(-kLargest), g) / (set1(1.f) + exp(zero() - g));
+  if constexpr (kGate == kSigmoid) return fast_sigmoid(g);
+  return fast_silu(g);
 }
 
 // a(gate) and its slope; their limits at the infinities.
 template <Gate kGate>
 [[gnu::always_inline]] inline vf activate(vf g, vf* slope) {
   *slope = zero();
-  if constexpr (kGate == kNoGate) return set1(1.f);
-  const vf one = set1(1.f), s = one / (one + exp(zero() - g)), rest = one - s;
-  if constexpr (kGate == kSigmoid) {
-    *slope = s * rest;
-    return s;
-  }
-  const vf bounded = max(set1(-kLargest), g);
-  *slope = s * fma(min(set1(kLargest), bounded), rest, one);
-  return bounded * s;
+  vf a = set1(1.f);
+  if constexpr (kGate == kSilu) *slope = fast_silu_slope(g, &a);
+  if constexpr (kGate == kSigmoid) *slope = fast_sigmoid_slope(g, &a);
+  return a;
 }
 
 // Sum of squares of n elements.

@@ -71,7 +71,8 @@ template <class S, int W, int G, bool whole>
       vf pre = bias;
 #pragma GCC unroll 8
       for (int j = 0; j < W; ++j) pre = fma(w[j], x[i + j], pre);
-      slope[W - 1 + i] = g.x ? slope[W - 1 + i] * silu_slope(pre) : zero();
+      vf silu;
+      slope[W - 1 + i] = g.x ? slope[W - 1 + i] * fast_silu_slope(pre, &silu) : zero();
     }
   }
   if (g.add) {

@@ -138,7 +138,7 @@ template <class S, int W, bool whole>
     window[W - 1] = get<S, whole>(x, n_channels);
     vf pre = offset[0];
     for (int j = 0; j < W; ++j) pre = fma(weight[j], window[j], pre);
-    put<S, whole>(y, call.p.silu ? silu_of(pre) : pre, n_channels);
+    put<S, whole>(y, call.p.silu ? fast_silu(pre) : pre, n_channels);
     const int64_t to = args.write_slots.dtype ? int_of(args.write_slots, n, t) : t + 1 == call.p.T ? slot : -1;
     if (to >= 0) store_window<W>(state_taps(args.state, to, d), n_channels, window);
   }

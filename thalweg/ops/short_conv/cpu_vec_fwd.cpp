@@ -49,7 +49,7 @@ template <class S, int W, int G, bool whole>
     vf pre = bias;
 #pragma GCC unroll 8
     for (int j = 0; j < W; ++j) pre = fma(w[j], x[i + j], pre);
-    put<S, whole>(y + i * y_stride, g.silu ? silu_of(pre) : pre, n);
+    put<S, whole>(y + i * y_stride, g.silu ? fast_silu(pre) : pre, n);
   }
 #pragma GCC unroll 8
   for (int j = 0; j < W - 1; ++j) store(g.history + j * g.pitch + c, x[G + j]);

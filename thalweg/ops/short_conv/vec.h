@@ -1,8 +1,9 @@
-// SiLU, partial vectors and streamed lines. For files compiled per instruction set only.
+// Partial vectors and streamed lines. For files compiled per instruction set only.
 #ifndef THALWEG_OPS_SHORT_CONV_VEC_H
 #define THALWEG_OPS_SHORT_CONV_VEC_H
 
 #include "thalweg/cpu/blocks/rows.h"
+#include "thalweg/cpu/blocks/sigmoid.h"
 
 namespace thalweg::short_conv {
 namespace {
@@ -21,20 +22,6 @@ template <class S, bool whole>
     S::store(p, x);
   else
     S::store_n(p, x, n);
-}
-
-constexpr float kLargest = 3.4028234663852886e38f;
-
-// x sigmoid(x); its limit 0 at minus infinity.
-[[gnu::always_inline]] inline vf silu_of(vf x) {
-  return max(set1(-kLargest), x) / (set1(1.f) + exp(zero() - x));
-}
-
-// Slope of silu; its limits at the infinities.
-[[gnu::always_inline]] inline vf silu_slope(vf x) {
-  vf one = set1(1.f), s = one / (one + exp(zero() - x));
-  vf bounded = min(set1(kLargest), max(set1(-kLargest), x));
-  return s * fma(bounded, one - s, one);
 }
 
 // Lines of 64 bytes: groups compute one line of channels of several tokens into a tile, then write each
