@@ -16,7 +16,7 @@ constexpr const char* kAbout =
 std::optional<Options> parse_options(int argc, char** argv, int* status) {
   Options o;
   CLI::App app(kAbout, "language_model");
-  app.option_defaults()->always_capture_default();
+  app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--text", o.text, "text file to learn from, its last tenth held out; default: the texts of /usr/share/common-licenses, MPL-2.0 held out");
   app.add_option("--minutes", o.training.minutes, "how long to train")->check(CLI::PositiveNumber);
   app.add_option("--steps", o.training.steps, "train this many steps instead; 0: by --minutes")->check(CLI::NonNegativeNumber);
@@ -46,6 +46,7 @@ std::optional<Options> parse_options(int argc, char** argv, int* status) {
   app.add_option("--learning-rate", o.training.learning_rate, "at its highest")->check(CLI::PositiveNumber)->group(sizes);
   app.add_option("--weight-decay", o.training.weight_decay, "")->check(CLI::NonNegativeNumber)->group(sizes);
   app.add_option("--dropout", o.training.dropout, "")->check(CLI::Range(0.0, 0.9))->group(sizes);
+  app.add_option("--noise", o.training.noise, "part of the input bytes replaced while training")->check(CLI::Range(0.0, 0.9))->group(sizes);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
@@ -65,7 +66,7 @@ std::map<std::string, std::string> identity_of(const Options& o, const Corpus& c
           {"key", whole(c.K)}, {"value", whole(c.V)}, {"conv", whole(c.W)},
           {"hidden", whole(c.F)}, {"batch", whole(t.B)}, {"crop", whole(t.T)},
           {"learning-rate", real(t.learning_rate)}, {"weight-decay", real(t.weight_decay)},
-          {"dropout", real(t.dropout)}, {"seed", whole(t.seed)}, {"text", corpus.fingerprint()}};
+          {"dropout", real(t.dropout)}, {"noise", real(t.noise)}, {"seed", whole(t.seed)}, {"text", corpus.fingerprint()}};
 }
 
 }  // namespace language_model

@@ -16,7 +16,7 @@ Threads::~Threads() {
 }
 
 thalweg_context Threads::context() {
-  thalweg_context ctx;
+  thalweg_context ctx{};
   ctx.num_threads = count();
   ctx.parallel_for = &Threads::lend;
   ctx.pool = this;

@@ -89,6 +89,7 @@ Ending train(Model& model, Threads& threads, const Corpus& corpus, const Trainin
   while (progress < 1 && !stopped) {
     ++state.step;
     crop(corpus.training, options.B, options.T, options.seed, state.step, batch);
+    if (options.noise > 0) add_noise(corpus.training, double(options.noise), options.seed, state.step, batch);
     DropoutPlan dropout{options.dropout, key_of({options.seed, 0xd409, uint64_t(state.step)})};
     double loss = model.train(options.B, options.T, batch.inputs.data(), batch.targets.data(), dropout);
     if (!std::isfinite(loss))

@@ -21,6 +21,7 @@ struct TrainingOptions {
   float learning_rate = 3e-3f;
   float weight_decay = 0.1f;
   float dropout = 0.1f;
+  float noise = 0;          // part of the input bytes replaced
   uint64_t seed = 1;
 };
 
