@@ -60,7 +60,9 @@ struct Slot {
   float* dS;           // [heads] panels
   float* states;       // [states kept][heads] panels
   float* between;      // [every - 1][heads] panels: states inside the current segment
+  float* k_rows;       // [chunks] of [C Kp], normalised
   float* k_rstds;      // [chunks][C]
+  Scalars* scalars;    // [chunks][heads]
   float* factors;      // [chunks][heads][C] what the deltas enter the next state with
   float* carries;      // [chunks][heads] decay of the state over a chunk
   float* deltas;       // [chunks][heads] panels of [C Vp]
@@ -69,7 +71,7 @@ struct Slot {
 };
 
 void carve_keys(Carver& c, const Dims& d, Keys* k) {
-  k->q_rows = c.take(kC * d.Kp), k->k_rows = c.take(kC * d.Kp);
+  k->q_rows = c.take(kC * d.Kp);
   k->q_cols = c.take(kC * d.Kp), k->k_cols = c.take(kC * d.Kp);
   k->d_q_cols = c.take(kC * d.Kp), k->d_k_cols = c.take(kC * d.Kp);
   k->qk = c.take(kSquare), k->kk = c.take(kSquare);
@@ -77,7 +79,6 @@ void carve_keys(Carver& c, const Dims& d, Keys* k) {
   k->q_rstd = c.take(kC);
 }
 void carve_head(Carver& c, const Dims& d, Head* h) {
-  h->scalars = reinterpret_cast<Scalars*>(c.take(int64_t(sizeof(Scalars) / sizeof(float))));
   h->D = c.take(kSquare), h->minus_L = c.take(kSquare), h->P = c.take(kSquare);
   h->Z = c.take(kSquare), h->products = c.take(kSquare);
   h->E = c.take(kC), h->read_gate = c.take(kC), h->write_gate = c.take(kC), h->r_dot = c.take(kC * kLanes);
@@ -93,7 +94,9 @@ int64_t carve(const Layout& l, char* base, Slot* slot) {
   slot->rows = c.take(kC * l.dims.Kp);
   slot->dS = c.take(state);
   slot->between = c.take(kMaxEvery / kC * state);
+  slot->k_rows = c.take(l.chunks * kC * l.dims.Kp);
   slot->k_rstds = c.take(l.chunks * kC);
+  slot->scalars = reinterpret_cast<Scalars*>(c.take(l.chunks * l.heads * int64_t(sizeof(Scalars) / sizeof(float))));
   slot->factors = c.take(l.chunks * l.heads * kC);
   slot->carries = c.take(l.chunks * l.heads);
   slot->deltas = c.take(l.chunks * l.heads * kC * l.dims.Vp);
@@ -147,32 +150,28 @@ struct Work {
   }
 };
 
-// Keys of chunk c, and their norms: for the first time.
-void load_new_keys(const Work& w, int64_t c) {
+// What the value heads share. The keys' rows and norms stay in the slot, so that the scattered rows of the
+// tensor are walked once.
+void set_chunk(Work& w, int64_t c) {
+  w.slot.keys.k_rows = w.slot.k_rows + c * kC * w.layout.dims.Kp;
+  w.slot.keys.k_rstd = w.slot.k_rstds + c * kC;
+}
+
+void load_keys(const Work& w, int64_t c) {
   const Dims& d = w.layout.dims;
   const Keys& keys = w.slot.keys;
-  float* rstd = w.slot.k_rstds + c * kC;
   load_rows<flat>(w.at(w.args.k, c, w.h), w.tokens(c), d.K, d.Kp, keys.k_rows);
   transpose(keys.k_rows, d.Kp, kC, d.Kp, keys.k_cols, kC);
   if (w.args.use_qk_l2norm) {
-    normalise_columns(keys.k_cols, d.Kp, rstd);
-    scale_rows(keys.k_rows, d.Kp, rstd);
+    normalise_columns(keys.k_cols, d.Kp, keys.k_rstd);
+    scale_rows(keys.k_rows, d.Kp, keys.k_rstd);
   }
   token_products(keys.k_cols, keys.k_cols, d.Kp, keys.kk);
 }
 
-// Rows of the keys, again.
-void load_key_rows(const Work& w, int64_t c) {
+void load_queries(const Work& w, int64_t c) {
   const Dims& d = w.layout.dims;
-  load_rows<flat>(w.at(w.args.k, c, w.h), w.tokens(c), d.K, d.Kp, w.slot.keys.k_rows);
-  if (w.args.use_qk_l2norm) scale_rows(w.slot.keys.k_rows, d.Kp, w.slot.k_rstds + c * kC);
-}
-
-void load_queries_and_keys(Work& w, int64_t c) {
-  const Dims& d = w.layout.dims;
-  Keys& keys = w.slot.keys;
-  keys.k_rstd = w.slot.k_rstds + c * kC;
-  load_key_rows(w, c);
+  const Keys& keys = w.slot.keys;
   transpose(keys.k_rows, d.Kp, kC, d.Kp, keys.k_cols, kC);
   token_products(keys.k_cols, keys.k_cols, d.Kp, keys.kk);
   load_rows<flat>(w.at(w.args.q, c, w.h), w.tokens(c), d.K, d.Kp, keys.q_rows);
@@ -184,28 +183,26 @@ void load_queries_and_keys(Work& w, int64_t c) {
   token_products(keys.q_cols, keys.k_cols, d.Kp, keys.qk);
 }
 
-void load_head(const Work& w, int64_t c, int64_t x) {
-  const Head& head = w.slot.head;
-  const int64_t hv = w.first + x;
-  load_scalars(w.args, w.gates[x], w.at(w.args.g, c, hv), w.at(w.args.beta, c, hv), w.tokens(c), head.scalars);
-  decays(head.scalars->g, head.D, head.E);
-}
-
 // Deltas of every chunk, and the states that are kept; those between are not: one buffer serves for all.
-void run_forward(const Work& w) {
+void run_forward(Work& w) {
   const Dims& d = w.layout.dims;
   for (int64_t c = 0; c < w.chunks(); ++c) {
-    load_new_keys(w, c);
+    set_chunk(w, c);
+    load_keys(w, c);
     for (int64_t x = 0; x < w.count; ++x) {
-      w.fetch(w.args.v, c + 1, w.first + x, d.V);
-      if (x == 0) w.fetch(w.args.k, c + 1, w.h, d.K);
-      load_head(w, c, x);
+      const bool is_last = x + 1 == w.count;
+      w.fetch(w.args.v, is_last ? c + 1 : c, w.first + (is_last ? 0 : x + 1), d.V);
+      if (is_last) w.fetch(w.args.k, c + 1, w.h, d.K);
+      const int64_t hv = w.first + x, at = c * w.layout.heads + x;
+      w.slot.head.scalars = w.slot.scalars + at;
+      load_scalars(w.args, w.gates[x], w.at(w.args.g, c, hv), w.at(w.args.beta, c, hv), w.tokens(c),
+                   w.slot.head.scalars);
+      decays(w.slot.head.scalars->g, w.slot.head.D, w.slot.head.E);
       load_rows<paneled>(w.at(w.args.v, c, w.first + x), w.tokens(c), d.V, d.Vp, w.deltas(c, x));
       const float* S = c % w.layout.every == 0 ? w.state(c, x) : w.state(1, x);
       chunk_deltas(d, w.slot.keys, w.slot.head, S, w.deltas(c, x));
       if (c + 1 == w.chunks()) continue;
       float* S_after = (c + 1) % w.layout.every == 0 ? w.state(c + 1, x) : w.state(1, x);
-      const int64_t at = c * w.layout.heads + x;
       write_factors(w.slot.head, w.slot.factors + at * kC);
       w.slot.carries[at] = w.slot.head.E[kC - 1];
       advance_state(d, w.slot.keys.k_rows, w.slot.factors + at * kC, w.slot.carries[at], w.deltas(c, x),
@@ -218,11 +215,9 @@ void run_forward(const Work& w) {
 void run_again(const Work& w, int64_t c) {
   const Dims& d = w.layout.dims;
   for (int64_t i = c / w.layout.every * w.layout.every; i < c; ++i) {
-    load_key_rows(w, i);
-    w.fetch(w.args.k, i + 1, w.h, d.K);
     for (int64_t x = 0; x < w.count; ++x) {
       const int64_t at = i * w.layout.heads + x;
-      advance_state(d, w.slot.keys.k_rows, w.slot.factors + at * kC, w.slot.carries[at], w.deltas(i, x),
+      advance_state(d, w.slot.k_rows + i * kC * d.Kp, w.slot.factors + at * kC, w.slot.carries[at], w.deltas(i, x),
                     w.slot.head.d_v_decayed, w.state(i, x), w.state(i + 1, x));
     }
   }
@@ -240,23 +235,26 @@ void store_scalars(Work& w, int64_t c, int64_t x, const float* d_g) {
       w.sums[x][1] += raw;
     }
     if (g.data) store_scalar(g.data + i * g.step, g.dtype, raw);
-    if (beta.data) store_scalar(beta.data + i * beta.step, beta.dtype, hsum(load(head.r_dot + i * kLanes)) * s.beta_slope[i]);
+    if (beta.data) store_scalar(beta.data + i * beta.step, beta.dtype, sum_lanes(head.r_dot + i * kLanes) * s.beta_slope[i]);
   }
 }
 
 void run_head_backward(Work& w, int64_t c, int64_t x) {
   const Dims& d = w.layout.dims;
   const Keys& keys = w.slot.keys;
-  const Head& head = w.slot.head;
+  Head& head = w.slot.head;
   const float *S = w.state(c, x), *r = w.deltas(c, x);
   float* dS = w.slot.dS + x * w.state_floats();
-  load_head(w, c, x);
+  head.scalars = w.slot.scalars + c * w.layout.heads + x;
+  decays(head.scalars->g, head.D, head.E);
+  const bool is_last = x + 1 == w.count;
   w.fetch(w.args.d_v, c, w.first + x, d.V, true);
-  w.fetch(w.args.d_o, c - 1, w.first + x, d.V);
-  if (x == 0) w.fetch(w.args.k, c - 1, w.h, d.K);
-  if (x + 1 == w.count) w.fetch(w.args.q, c - 1, w.h, d.K);
-  if (x == 0) w.fetch(w.args.d_q, c, w.h, d.K, true);
-  if (x + 1 == w.count) w.fetch(w.args.d_k, c, w.h, d.K, true);
+  w.fetch(w.args.d_o, is_last ? c - 1 : c, w.first + (is_last ? 0 : x + 1), d.V);
+  if (is_last) {
+    w.fetch(w.args.q, c - 1, w.h, d.K);
+    w.fetch(w.args.d_q, c, w.h, d.K, true);
+    w.fetch(w.args.d_k, c, w.h, d.K, true);
+  }
   load_rows<paneled>(w.at(w.args.d_o, c, w.first + x), w.tokens(c), d.V, d.Vp, head.d_o);
   backward_factors(keys, head, w.scale);
   chunk_d_v(d, keys, head, r, dS, w.scale);
@@ -295,7 +293,8 @@ void run_backward(Work& w) {
       memset(keys.d_q_cols, 0, size_t(columns) * sizeof(float));
       memset(keys.d_k_cols, 0, size_t(columns) * sizeof(float));
     }
-    load_queries_and_keys(w, c);
+    set_chunk(w, c);
+    load_queries(w, c);
     memset(keys.reads, 0, kSquare * sizeof(float));
     memset(keys.writes, 0, kSquare * sizeof(float));
     for (int64_t x = 0; x < w.count; ++x) run_head_backward(w, c, x);

@@ -149,8 +149,9 @@ constexpr int kSolveVectors = kVectorRegisters == 32 ? 2 : 1;
     }
 }
 
-// Sum over lanes [begin, n) ... of the first n lanes of a row over the chunk's tokens.
-[[gnu::always_inline]] inline float sum_first(const float* row, int64_t n) {
+// Sum of the first n floats of a row over the chunk's tokens. (nothrow: at -O0 GCC does not see it, and would
+// give its callers an unwind table, with a weak symbol.)
+[[gnu::always_inline, gnu::nothrow]] inline float sum_first(const float* row, int64_t n) {
   vf sum = zero();
 #pragma GCC unroll 4
   for (int v = 0; v < kCV; ++v) {
@@ -159,6 +160,8 @@ constexpr int kSolveVectors = kVectorRegisters == 32 ? 2 : 1;
   }
   return hsum(sum);
 }
+
+[[gnu::always_inline, gnu::nothrow]] inline float sum_lanes(const float* p) { return hsum(load(p)); }
 
 }  // namespace
 }  // namespace thalweg::gated_delta_rule
