@@ -73,6 +73,10 @@ int run_tool(int argc, const char* const* argv) {
     app.exit(e);
     return kOk;
   } catch (const CLI::Error& e) {
+    std::string names;
+    for (const auto& sub : kSubcommands) names += std::string(" ") + sub.name;
+    if (argc > 1 && argv[1][0] != '-' && (names + " ").find(" " + std::string(argv[1]) + " ") == std::string::npos)
+      return fail_with(fmt::format("subcommand, got {}, expected one of:{}", argv[1], names), kUsage);
     return fail_with(std::string(e.what()) + "\nRun with --help for more.", kUsage);
   }
   try {
