@@ -44,13 +44,13 @@ def read_note(path):
 
 
 def evidence_of(front):
-    """The results that a note names, separated by spaces: FILE#CASE, or FILE#CASE#KERNEL where a file has
-    the case for several kernels; FILE is the name under bench/results without .jsonl."""
+    """The results that a note names, separated by spaces: CASE, or CASE#KERNEL where one kernel's is meant,
+    with FILE# in front where one file's is; FILE is the name under bench/results without .jsonl."""
     return front.get("evidence", "").split()
 
 
 def results():
-    """{evidence id: record} of every committed result, in both forms."""
+    """{evidence id: record} of every committed result, in all forms."""
     ids = {}
     folder = ROOT / "bench" / "results"
     for path in sorted(folder.rglob("*.jsonl")):
@@ -58,8 +58,8 @@ def results():
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line) if line.strip() else {}
             if "case" in record:
-                ids[f"{name}#{record['case']}"] = record
-                ids[f"{name}#{record['case']}#{record.get('kernel')}"] = record
+                for case in (record["case"], f"{record['case']}#{record.get('kernel')}"):
+                    ids[case] = ids[f"{name}#{case}"] = record
     return ids
 
 

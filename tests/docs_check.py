@@ -206,7 +206,7 @@ def check_note(faults, path, operators, results):
         faults.add(path, 1, "evidence, got none, expected results in bench/results")
     for name in evidence:
         if name not in results:
-            faults.add(path, 1, f"evidence, got {name}, expected FILE#CASE[#KERNEL] of a result in bench/results")
+            faults.add(path, 1, f"evidence, got {name}, expected [FILE#]CASE[#KERNEL] of a result in bench/results")
         elif results[name].get("verified") is not True:
             faults.add(path, 1, f"evidence, got {name}, which was not verified, expected a verified result")
     for heading, after in zip(headings, headings[1:] + [None]):
