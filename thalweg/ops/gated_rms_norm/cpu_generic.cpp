@@ -9,7 +9,8 @@
 // Vectors  whatever the compiler makes of the loops over a row
 // Tile     64 rows forward, backward_block() rows backward
 // Scratch  the weight, shared; 6 rows a slot; backward: partial sums [blocks][D], shared
-// Numerics float32, float64 where x is float64; sums along a row in float64. d_weight: 64 rows at a time, these per block, blocks in
+// Numerics float32, float64 where x is float64; sums along a row in float64. d_weight: 64 rows at a time, these per
+// block, blocks in
 //          order in float64; partitioned by size only.
 // Traps    a(gate) at minus infinity is silu's limit 0, not inf * 0. eps below the smallest normal float32
 //          counts as that number, so that a row of zeros stays finite.

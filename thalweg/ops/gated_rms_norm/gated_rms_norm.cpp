@@ -26,12 +26,21 @@ constexpr thalweg_field tensor(const char* name, thalweg_role role, size_t offse
   return {name, THALWEG_TENSOR, role, uint32_t(offset), optional, dims, dtypes, layout, nullptr, doc};
 }
 constexpr thalweg_field eps(size_t offset) {
-  return {"eps", THALWEG_REAL, THALWEG_OPTION, uint32_t(offset), 1, nullptr, nullptr, THALWEG_ANY, nullptr,
+  return {"eps",
+          THALWEG_REAL,
+          THALWEG_OPTION,
+          uint32_t(offset),
+          1,
+          nullptr,
+          nullptr,
+          THALWEG_ANY,
+          nullptr,
           "added to the mean of squares, inside the root; 0 means 1e-6"};
 }
 constexpr thalweg_field activation(size_t offset) {
-  return {"gate_activation", THALWEG_CHOICE, THALWEG_OPTION, uint32_t(offset), 1, nullptr, nullptr, THALWEG_ANY,
-          "silu sigmoid", "what the gate goes through; 0 means silu"};
+  return {
+      "gate_activation", THALWEG_CHOICE, THALWEG_OPTION, uint32_t(offset), 1,
+      nullptr,           nullptr,        THALWEG_ANY,    "silu sigmoid",   "what the gate goes through; 0 means silu"};
 }
 
 constexpr thalweg_field kFwdFields[] = {

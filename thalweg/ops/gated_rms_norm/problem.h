@@ -15,7 +15,7 @@ struct Problem {
   thalweg_dtype dtype;  // of x, y
   thalweg_dtype gate_dtype;
   Gate gate;
-  bool sums;            // bwd: d_weight is wanted
+  bool sums;  // bwd: d_weight is wanted
 };
 
 // Plan.values of the rows of this operator.

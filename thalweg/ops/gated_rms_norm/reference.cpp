@@ -73,8 +73,7 @@ void reference_bwd(const void* pass_args) {
       if (present(args.d_gate)) at(args.d_gate, m, d) = d_y * xh[size_t(d)] * w * a.slope;
       if (present(args.d_weight)) at(args.d_weight, d) += d_y * a.value * xh[size_t(d)];
     }
-    for (int64_t d = 0; d < D && present(args.d_x); ++d)
-      at(args.d_x, m, d) = r * (z[size_t(d)] - xh[size_t(d)] * mean);
+    for (int64_t d = 0; d < D && present(args.d_x); ++d) at(args.d_x, m, d) = r * (z[size_t(d)] - xh[size_t(d)] * mean);
   }
 }
 

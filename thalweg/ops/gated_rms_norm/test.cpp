@@ -86,7 +86,8 @@ struct Tiny {
       const double below = loss();
       input[i] = middle;
       const double slope = (above - below) / (2 * h);
-      ASSERT_NEAR(gradient[i], slope, 2e-8 * (1 + std::fabs(slope))) << name << " element " << i << ": " << choice.text();
+      ASSERT_NEAR(gradient[i], slope, 2e-8 * (1 + std::fabs(slope)))
+          << name << " element " << i << ": " << choice.text();
     }
   }
 };
@@ -146,9 +147,17 @@ struct Call {
   double eps = 0;
 
   Call(int64_t rows, int64_t columns)
-      : M(rows), D(columns), x(float_normals(rows * columns, 1)), gate(float_normals(rows * columns, 2)),
-        weight(size_t(columns), 1.f), d_y(float_normals(rows * columns, 4)), y(x.size(), NAN), d_x(y), d_gate(y),
-        d_weight(size_t(columns), NAN), rstd(size_t(rows), NAN) {}
+      : M(rows),
+        D(columns),
+        x(float_normals(rows * columns, 1)),
+        gate(float_normals(rows * columns, 2)),
+        weight(size_t(columns), 1.f),
+        d_y(float_normals(rows * columns, 4)),
+        y(x.size(), NAN),
+        d_x(y),
+        d_gate(y),
+        d_weight(size_t(columns), NAN),
+        rstd(size_t(rows), NAN) {}
   void run(const char* fwd_kernel = nullptr, const char* bwd_kernel = nullptr) {
     thalweg_context ctx{};
     gated_rms_norm_fwd_args fwd{};
@@ -158,7 +167,8 @@ struct Call {
     gated_rms_norm_fwd(fwd, ctx);
     gated_rms_norm_bwd_args bwd{};
     bwd.x = fwd.x, bwd.gate = fwd.gate, bwd.weight = fwd.weight, bwd.d_y = view(d_y.data(), {M, D});
-    bwd.d_x = view(d_x.data(), {M, D}), bwd.d_gate = view(d_gate.data(), {M, D}), bwd.d_weight = view(d_weight.data(), {D});
+    bwd.d_x = view(d_x.data(), {M, D}), bwd.d_gate = view(d_gate.data(), {M, D}),
+    bwd.d_weight = view(d_weight.data(), {D});
     bwd.eps = eps, bwd.gate_activation = activation;
     ctx.kernel = bwd_kernel;
     gated_rms_norm_bwd(bwd, ctx);
@@ -259,11 +269,13 @@ TEST(GatedRmsNorm, RefusesByName) {
     return "";
   };
   fwd.eps = -1;
-  EXPECT_NE(text([&] { gated_rms_norm_fwd(fwd); }).find("gated_rms_norm.fwd: eps: got -1, expected 0 or more"), std::string::npos);
+  EXPECT_NE(text([&] { gated_rms_norm_fwd(fwd); }).find("gated_rms_norm.fwd: eps: got -1, expected 0 or more"),
+            std::string::npos);
   fwd.eps = 0;
   Vector rstd(3);
   fwd.rstd = view(rstd.data(), {3});
-  EXPECT_NE(text([&] { gated_rms_norm_fwd(fwd); }).find("rstd: dtype, got f64, expected f32 (from x)"), std::string::npos);
+  EXPECT_NE(text([&] { gated_rms_norm_fwd(fwd); }).find("rstd: dtype, got f64, expected f32 (from x)"),
+            std::string::npos);
   gated_rms_norm_bwd_args bwd{};
   bwd.x = fwd.x, bwd.d_y = fwd.x, bwd.d_weight = view(d_weight.data(), {4});
   EXPECT_NE(text([&] { gated_rms_norm_bwd(bwd); }).find("d_weight: needs weight"), std::string::npos);

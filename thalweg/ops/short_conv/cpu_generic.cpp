@@ -279,7 +279,12 @@ void decode_task(void* arg, int64_t i, int64_t slot_of_thread) {
 
 template <class Args>
 Call<Args> make_call(const Problem& p, const Plan& plan, const Args& args, const Exec& exec, int64_t block) {
-  return {p, args, exec.workspace + plan.shared_bytes, plan.slot_bytes, exec.workspace, block,
+  return {p,
+          args,
+          exec.workspace + plan.shared_bytes,
+          plan.slot_bytes,
+          exec.workspace,
+          block,
           (p.D + kChannels - 1) / kChannels};
 }
 

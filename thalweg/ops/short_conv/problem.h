@@ -16,8 +16,8 @@ struct Problem {
   thalweg_dtype dtype;  // of x, y
   bool packed;          // cu_seqlens is there
   bool silu;
-  bool sums;            // bwd: d_weight or d_bias is wanted
-  bool state_f64;       // decode: the pool is f64
+  bool sums;       // bwd: d_weight or d_bias is wanted
+  bool state_f64;  // decode: the pool is f64
 };
 
 // Plan.values of the rows of this operator.
@@ -46,8 +46,7 @@ void load_state(const thalweg_tensor& state, int64_t W, int64_t n, int64_t d0, i
                 double* out);
 // Row j to slot j of state `n`.
 void store_state(const float* rows, int64_t pitch, const thalweg_tensor& state, int64_t n, int64_t d0, int64_t count);
-void store_state(const double* rows, int64_t pitch, const thalweg_tensor& state, int64_t n, int64_t d0,
-                 int64_t count);
+void store_state(const double* rows, int64_t pitch, const thalweg_tensor& state, int64_t n, int64_t d0, int64_t count);
 // The W inputs before row `first` of a sequence, oldest first, from x and initial_state, to W rows.
 void load_history(const Problem& problem, const thalweg_tensor& x, const thalweg_tensor& initial_state,
                   const Span& span, int64_t first, int64_t d0, int64_t count, int64_t pitch, float* out);

@@ -52,8 +52,7 @@ void for_sequences(const Args& args, Body body) {
     return;
   }
   const int64_t N = args.cu_seqlens.shape[0] - 1;
-  for (int64_t n = 0; n < N; ++n)
-    body(Sequence{n, 0, int_at(args.cu_seqlens, n), int_at(args.cu_seqlens, n + 1)});
+  for (int64_t n = 0; n < N; ++n) body(Sequence{n, 0, int_at(args.cu_seqlens, n), int_at(args.cu_seqlens, n + 1)});
   body(Sequence{-1, 0, int_at(args.cu_seqlens, N), T});
 }
 

@@ -42,8 +42,7 @@ void store_slot_row(const A* row, const thalweg_tensor& state, int64_t n, int64_
 }
 
 template <class A>
-void store_state_rows(const A* rows, int64_t pitch, const thalweg_tensor& state, int64_t n, int64_t d0,
-                      int64_t count) {
+void store_state_rows(const A* rows, int64_t pitch, const thalweg_tensor& state, int64_t n, int64_t d0, int64_t count) {
   for (int64_t j = 0; j < state.shape[2]; ++j) store_slot_row(rows + j * pitch, state, n, j, d0, count);
 }
 
@@ -65,9 +64,10 @@ void final_state_task(void* arg, int64_t i, int64_t) {
     if (r >= span.begin)
       load_row(args.x, token_offset(args.x, p.T, r) + d0, 1, count, row);
     else if (present(args.initial_state))
-      load_row(args.initial_state,
-               n * args.initial_state.stride[0] + d0 * args.initial_state.stride[1] + slot * args.initial_state.stride[2],
-               args.initial_state.stride[1], count, row);
+      load_row(
+          args.initial_state,
+          n * args.initial_state.stride[0] + d0 * args.initial_state.stride[1] + slot * args.initial_state.stride[2],
+          args.initial_state.stride[1], count, row);
     else
       std::fill_n(row, count, 0.0);
     store_slot_row(row, args.final_state, n, j, d0, count);
@@ -167,8 +167,7 @@ void load_history(const Problem& problem, const thalweg_tensor& x, const thalweg
 void store_state(const float* rows, int64_t pitch, const thalweg_tensor& state, int64_t n, int64_t d0, int64_t count) {
   store_state_rows(rows, pitch, state, n, d0, count);
 }
-void store_state(const double* rows, int64_t pitch, const thalweg_tensor& state, int64_t n, int64_t d0,
-                 int64_t count) {
+void store_state(const double* rows, int64_t pitch, const thalweg_tensor& state, int64_t n, int64_t d0, int64_t count) {
   store_state_rows(rows, pitch, state, n, d0, count);
 }
 void store_slot(const float* row, const thalweg_tensor& state, int64_t n, int64_t slot, int64_t d0, int64_t count) {

@@ -27,8 +27,9 @@ constexpr thalweg_field tensor(const char* name, thalweg_role role, size_t offse
   return {name, THALWEG_TENSOR, role, uint32_t(offset), optional, dims, dtypes, layout, nullptr, doc};
 }
 constexpr thalweg_field activation(size_t offset) {
-  return {"activation", THALWEG_CHOICE, THALWEG_OPTION, uint32_t(offset), 1, nullptr, nullptr, THALWEG_ANY,
-          kActivations, "applied to the sum: none or silu; 0 means none"};
+  return {
+      "activation", THALWEG_CHOICE, THALWEG_OPTION, uint32_t(offset), 1,
+      nullptr,      nullptr,        THALWEG_ANY,    kActivations,     "applied to the sum: none or silu; 0 means none"};
 }
 
 constexpr thalweg_field kFwdFields[] = {
@@ -55,8 +56,7 @@ constexpr thalweg_field kBwdFields[] = {
            "as in fwd; absent means 0"),
     tensor("cu_seqlens", THALWEG_IN, offsetof(Bwd, cu_seqlens), true, "N+1", kInts, THALWEG_ANY,
            "as in fwd; rows past it get d_x = 0"),
-    tensor("d_y", THALWEG_IN, offsetof(Bwd, d_y), true, "B T D", "=x", THALWEG_ROWS,
-           "gradient of y; absent means 0"),
+    tensor("d_y", THALWEG_IN, offsetof(Bwd, d_y), true, "B T D", "=x", THALWEG_ROWS, "gradient of y; absent means 0"),
     tensor("d_final_state", THALWEG_IN, offsetof(Bwd, d_final_state), true, "N D W", kFloats, THALWEG_STATE,
            "gradient of final_state; absent means 0"),
     tensor("d_x", THALWEG_OUT, offsetof(Bwd, d_x), true, "B T D", "=x", THALWEG_ROWS, "gradient of x"),
@@ -107,13 +107,13 @@ const char* kernel_at(int64_t i, const char** isa) {
 }
 
 constexpr thalweg_pass kPasses[] = {
-    {"short_conv", "fwd", "causal depthwise convolution over W tokens, bias, SiLU", kFwdFields,
-     std::size(kFwdFields), sizeof(Fwd), call<kFwd>, workspace<kFwd>, explain<kFwd>, kernel_at<kFwd>, kRefused},
+    {"short_conv", "fwd", "causal depthwise convolution over W tokens, bias, SiLU", kFwdFields, std::size(kFwdFields),
+     sizeof(Fwd), call<kFwd>, workspace<kFwd>, explain<kFwd>, kernel_at<kFwd>, kRefused},
     {"short_conv", "bwd", "gradients of x, weight, bias and initial_state", kBwdFields, std::size(kBwdFields),
      sizeof(Bwd), call<kBwd>, workspace<kBwd>, explain<kBwd>, kernel_at<kBwd>, kRefused},
     {"short_conv", "decode", "a few more tokens of many sequences, states in a pool", kDecodeFields,
-     std::size(kDecodeFields), sizeof(Decode), call<kDecode>, workspace<kDecode>, explain<kDecode>,
-     kernel_at<kDecode>, kRefused},
+     std::size(kDecodeFields), sizeof(Decode), call<kDecode>, workspace<kDecode>, explain<kDecode>, kernel_at<kDecode>,
+     kRefused},
 };
 
 // ---- checks -----------------------------------------------------------------------------------------

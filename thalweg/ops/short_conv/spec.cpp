@@ -19,7 +19,8 @@ bool is_pass(const Case& c, std::string_view name) { return c.pass->name == name
 
 void need(const Case& c, const char* size) {
   if (!c.sizes.count(size))
-    throw std::invalid_argument(testing::pass_name(*c.pass) + ": " + size + ", got none, expected " + size + "<number>");
+    throw std::invalid_argument(testing::pass_name(*c.pass) + ": " + size + ", got none, expected " + size +
+                                "<number>");
 }
 
 void complete(Case& c) {
@@ -96,8 +97,6 @@ const testing::Spec kSpecs[] = {
 }  // namespace
 
 const testing::Spec* short_conv_spec_at(int i);
-const testing::Spec* short_conv_spec_at(int i) {
-  return i >= 0 && i < int(std::size(kSpecs)) ? &kSpecs[i] : nullptr;
-}
+const testing::Spec* short_conv_spec_at(int i) { return i >= 0 && i < int(std::size(kSpecs)) ? &kSpecs[i] : nullptr; }
 
 }  // namespace thalweg
