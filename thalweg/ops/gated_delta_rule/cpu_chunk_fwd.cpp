@@ -1,5 +1,47 @@
+// cpu_chunk_fwd: gated delta rule, forward, chunked, compiled once per instruction set.
+//
+// Math     for each chunk of C tokens, S the state that enters it, D_ij = exp(g_{j+1} + ... + g_i),
+//          e_i = exp(g_0 + ... + g_i), d_j = D_{C-1,j}:
+//            u_i = beta_i (v_i - e_i S^T k_i) - sum_{j<i} beta_i D_ij dot(k_i, k_j) u_j   (substitution)
+//            o_i = e_i S^T q_i + sum_{j<=i} D_ij dot(q_i, k_j) u_j                        (q holds the scale)
+//            S  <- e_{C-1} S + sum_j k_j (d_j u_j)^T
+// Shapes   q,k [B T H K]  v,o [B T HV V]  g,beta [B T HV]  states [N HV K V], chunk_states [R HV K V]
+// Takes    q,k,v,o float32, bfloat16 or float16, rows contiguous, any alignment and outer strides; K and V from
+//          1 to 512 (padded with 0 in scratch); everything else of the operator. Not float64.
+// Threads  a task is a (sequence, key head), with all its value heads; where that gives fewer than kMinTasks
+//          tasks, the panels of its states are split over several, by the problem's size alone. Columns of a
+//          state do not mix, so the cut changes no bit. More tasks clear the rows of o past the last sequence.
+// Vectors  AVX2 6x2 and AVX-512 8x2 tiles (blocks/gemm.h); k and q transposed in scratch, so every broadcast has a
+//          constant stride and dot(k_i, k_j), dot(q_i, k_j) are products of the same kind.
+// Tile     C = 16; a block of kChunks chunks prepares keys once for all value heads, and a panel of 2 vectors of
+//          columns (K x 2 vectors: 16 KiB with AVX-512, 8 KiB with AVX2, K = 128) stays in the L1 for a block.
+// Scratch  per task (Scratch below): states of its value heads in panels, one block of keys, values, decays.
+//          K = V = 128, HV = 2H: 265 KiB.
+// Numerics float32 with float32 state. Exponents are sums of neighbouring g, added up from the later end of the
+//          pair's earlier token, never differences of a running sum: exact after -1000, no inf - inf, and the
+//          error does not grow with the gate. Rows of a tile only read earlier rows (triangles are walked, not
+//          masked), so neither a value nor a NaN of a later token reaches an earlier one. Chunks start at the
+//          sequence's start, and also at multiples of `every` when chunk_states is asked for.
+//          RMS ratio of o and states 1.5e-7 .. 3.5e-7 on random data for every gate from 0 to -inf; keys of cosine
+//          0.99 with beta up to 2: 5e-7, 1 to 1.5 times the plain float32 recurrence.
+// Traps    - GCC drops calls of a function that only prefetches; simd.h's prefetch is asm for that reason.
+//          - A token's row of [B T H K] storage is on a page of its own: without touch() page walks cost 15 %. One
+//            walk among products is not hidden (it outlasts the reorder window): fetching a whole row between
+//            tiles lost 5 %; walks in bursts, then the rest of the rows between products, won 8 %.
+//          - o is streamed where rows are aligned; plain stores lost 3 %.
+//          - U and V go through one buffer: o replaces v row by row, after the row's u is solved.
+//          - The first version computed element addresses inside the copy loops: 8 % of the time.
+// Measured 2 cores of an EPYC (Zen 5), 4 KiB pages, B1 T4096 H16 HV32 K=V=128, float32, l2norm, gate, beta sigmoid,
+//          final state; 16.1 GFLOP over the FMA peak of the same process, CPU time of 2 threads on a loaded
+//          machine, medians: AVX-512 36 ms, 0.81 of 547 GFLOP/s; AVX2 65 ms, 0.89 of 275. Predicted from FMA and load counts
+//          (13.7 GFLOP done): 0.93 and 0.95; the rest is page walks and cache misses. With 2 MiB pages: see below.
+//          bfloat16 0.95 and 0.99 of the float32 time; g,beta as [B HV T]: 0.99; q,k,v,o as [B H T K]: 0.88
+//          and 0.94 (fewer pages). Parts with AVX-512: K S and Q S with the solve 55 %, update 27 %, keys 7 %,
+//          values and output 6 %, page walks 4 %. They lost: blocks of 128 tokens (2 %), of 256 (4 %).
+//
 #include "thalweg/cpu/blocks/gemm.h"
 #include "thalweg/cpu/blocks/rows.h"
+#include "thalweg/ops/gated_delta_rule/cpu_chunk_fwd_tiles.h"
 #include "thalweg/ops/gated_delta_rule/problem.h"
 
 namespace thalweg::gated_delta_rule {
@@ -7,7 +49,6 @@ namespace {
 
 using Args = thalweg_gated_delta_rule_fwd_args;
 
-constexpr int64_t C = 16;           // tokens of a chunk
 constexpr int64_t kChunks = 4;      // chunks of a block: keys are prepared and panels loaded once a block
 constexpr int64_t kBlock = kChunks * C;
 constexpr int64_t kTouchEvery = 2;  // panels of a chunk between two bursts of page walks
@@ -97,134 +138,6 @@ struct Task {
   int64_t n, h, first, last;
   Span span;
 };
-
-// ---- the next block's rows ----------------------------------------------------------------------------
-
-// Fetches the tokens that the next block will load, while this block computes. A row of a token is on a page
-// of its own, and page walks overlap only when they are close together: touch() asks for the first lines of
-// a few tokens at once. What is left of the rows follows one row at a time between products (fetch_row).
-struct Ahead {
-  const char* at[3];            // q, k, and the first value head's v, of the first token
-  int64_t stride[3];            // bytes from token to token
-  int64_t head_stride, heads;   // of v
-  int64_t k_bytes, v_bytes;
-  int64_t tokens, touched;      // of the next block; asked for so far
-  int64_t token, which;         // the next row: q, k, then the heads of v
-  int64_t touches, touch_due;   // `tokens` are spread over `touches` calls
-  int64_t rows, steps, row_due; // `rows` are spread over `steps` calls
-};
-
-[[gnu::always_inline]] inline void touch(Ahead* f) {
-  f->touch_due += f->tokens;
-  while (f->touch_due >= f->touches) {
-    f->touch_due -= f->touches;
-    for (int j = 0; j < 2; ++j) prefetch(f->at[j] + f->touched * f->stride[j]);
-    for (int64_t j = 0; j < f->heads; ++j) prefetch(f->at[2] + f->touched * f->stride[2] + j * f->head_stride);
-    ++f->touched;
-  }
-}
-
-[[gnu::always_inline]] inline void fetch_row(Ahead* f) {
-  for (f->row_due += f->rows; f->row_due >= f->steps; f->row_due -= f->steps) {
-    if (f->token >= f->touched) return;
-    int64_t j = f->which < 2 ? f->which : 2, bytes = j < 2 ? f->k_bytes : f->v_bytes;
-    const char* p = f->at[j] + f->token * f->stride[j] + (f->which - j) * f->head_stride;
-    for (int64_t i = 64; i < bytes; i += 64) prefetch(p + i);
-    if (++f->which == 2 + f->heads) f->which = 0, ++f->token;
-  }
-}
-
-// ---- the chunk: one panel of the state ---------------------------------------------------------------
-
-struct Chunk {
-  int64_t Kp, rows;
-  const float *xk, *xq, *l, *p, *e, *d, *beta;
-  float *vo, *u, *w, *s;
-};
-
-// Rows I0 .. I0+MR of u: beta (v - e K S), less what the chunk's earlier tokens wrote.
-template <int I0, int MR>
-[[gnu::always_inline]] inline void solve_tile(const Chunk& c) {
-  vf acc[MR][2];
-  tile_zero<MR, 2>(acc);
-  tile_mac<MR, 2>(c.Kp, c.xk + I0, 1, C, c.s, kPanel, acc);
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; ++i) {
-    vf e = set1(c.e[I0 + i]), beta = set1(c.beta[I0 + i]);
-    for (int v = 0; v < 2; ++v) acc[i][v] = beta * fnma(e, acc[i][v], load(c.vo + (I0 + i) * kPanel + v * kLanes));
-  }
-  tile_mac<MR, 2>(I0, c.l + I0 * C, C, 1, c.u, kPanel, acc);
-#pragma GCC unroll 16
-  for (int j = 0; j < MR; ++j) {
-#pragma GCC unroll 16
-    for (int i = j + 1; i < MR; ++i) {
-      vf l = set1(c.l[(I0 + i) * C + I0 + j]);
-      for (int v = 0; v < 2; ++v) acc[i][v] = fma(l, acc[j][v], acc[i][v]);
-    }
-  }
-  tile_store<MR, 2>(c.u + I0 * kPanel, kPanel, acc);
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; ++i) {
-    vf d = set1(c.d[I0 + i]);
-    for (int v = 0; v < 2; ++v) store(c.w + (I0 + i) * kPanel + v * kLanes, d * acc[i][v]);
-  }
-}
-
-// Rows I0 .. I0+MR of o: e Q S plus what the chunk's tokens wrote, each row its own included.
-template <int I0, int MR>
-[[gnu::always_inline]] inline void output_tile(const Chunk& c) {
-  vf acc[MR][2];
-  tile_zero<MR, 2>(acc);
-  tile_mac<MR, 2>(c.Kp, c.xq + I0, 1, C, c.s, kPanel, acc);
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; ++i) {
-    vf e = set1(c.e[I0 + i]);
-    for (int v = 0; v < 2; ++v) acc[i][v] = e * acc[i][v];
-  }
-  tile_mac<MR, 2>(I0, c.p + I0 * C, C, 1, c.u, kPanel, acc);
-#pragma GCC unroll 16
-  for (int j = 0; j < MR; ++j) {
-    vf u[2] = {load(c.u + (I0 + j) * kPanel), load(c.u + (I0 + j) * kPanel + kLanes)};
-#pragma GCC unroll 16
-    for (int i = j; i < MR; ++i) {
-      vf p = set1(c.p[(I0 + i) * C + I0 + j]);
-      for (int v = 0; v < 2; ++v) acc[i][v] = fma(p, u[v], acc[i][v]);
-    }
-  }
-  tile_store<MR, 2>(c.vo + I0 * kPanel, kPanel, acc);
-}
-
-// A tile is skipped where the chunk is too short for it; the rows of others never depend on it.
-[[gnu::noinline]] void chunk_rows(const Chunk& c) {
-  if constexpr (kTileRows == 8) {
-    solve_tile<0, 8>(c);
-    if (c.rows > 8) solve_tile<8, 8>(c);
-    output_tile<0, 8>(c);
-    if (c.rows > 8) output_tile<8, 8>(c);
-  } else {
-    solve_tile<0, 6>(c);
-    if (c.rows > 6) solve_tile<6, 6>(c);
-    if (c.rows > 12) solve_tile<12, 4>(c);
-    output_tile<0, 6>(c);
-    if (c.rows > 6) output_tile<6, 6>(c);
-    if (c.rows > 12) output_tile<12, 4>(c);
-  }
-}
-
-constexpr int64_t kUpdateRows = kTileRows == 8 ? 16 : 24;  // rows of the state between two fetched rows
-
-// S <- e_last S + sum_j k_j (d_j u_j)^T
-[[gnu::noinline]] void update_state(const Chunk& c, Ahead* ahead) {
-  float decay = c.e[C - 1];
-  for (int64_t k = 0; k < c.Kp; k += kUpdateRows) {
-    int64_t rows = c.Kp - k < kUpdateRows ? c.Kp - k : kUpdateRows;
-    const float* x = c.xk + k * C;
-    float* s = c.s + k * kPanel;
-    if (c.rows == C) gemm_panel<2, true>(rows, C, x, C, 1, c.w, kPanel, s, kPanel, decay);
-    else gemm_panel<2, true>(rows, c.rows, x, C, 1, c.w, kPanel, s, kPanel, decay);
-    fetch_row(ahead);
-  }
-}
 
 // ---- what the value heads of a key head share ----------------------------------------------------------
 
@@ -415,13 +328,13 @@ Ahead ahead_of(const Task& t, int64_t row, int64_t chunks) {
   f.heads = (t.last - 1) / cut.panels - t.first / cut.panels + 1;
   f.rows = f.tokens * (2 + f.heads);
   int64_t b = row / pb.T, token = row % pb.T;
-  f.at[0] = element_at(a.q, b, token, t.h);
-  f.at[1] = element_at(a.k, b, token, t.h);
-  f.at[2] = element_at(a.v, b, token, t.h * cut.G + t.first / cut.panels);
-  f.stride[0] = a.q.stride[1] * bytes;
-  f.stride[1] = a.k.stride[1] * bytes;
-  f.stride[2] = a.v.stride[1] * bytes;
-  f.head_stride = a.v.stride[2] * bytes;
+  int64_t hv = t.h * cut.G + t.first / cut.panels;
+  const thalweg_tensor* tensors[4] = {&a.q, &a.k, &a.v, &a.o};
+  for (int j = 0; j < 4; ++j) {
+    f.at[j] = element_at(*tensors[j], b, token, j < 2 ? t.h : hv);
+    f.stride[j] = tensors[j]->stride[1] * bytes;
+    if (j >= 2) f.head_stride[j - 2] = tensors[j]->stride[2] * bytes;
+  }
   f.k_bytes = pb.K * bytes;
   f.v_bytes = pb.V * bytes;
   return f;
@@ -528,6 +441,15 @@ void run_task(const Task& t) {
   stream_fence();
 }
 
+// chunk_states of a call without sequences.
+void clear_states(const Problem& pb, const thalweg_tensor& to) {
+  const float zeros[512] = {};
+  for (int64_t r = 0; to.dtype && r < to.shape[0]; ++r)
+    for (int64_t hv = 0; hv < pb.HV; ++hv)
+      for (int64_t k = 0; k < pb.K; ++k)
+        write_strided(to.dtype, element_at(to, r, hv, k), to.stride[3], pb.V, zeros);
+}
+
 void clear_rows(const Call& call, int64_t begin, int64_t end) {
   const Problem& pb = *call.problem;
   for (int64_t row = begin; row < end; ++row)
@@ -570,7 +492,8 @@ int64_t cpu_chunk_fwd_slot_bytes(const Problem& problem) {
 void cpu_chunk_fwd(const Problem& problem, const Plan& plan, const Args& args, const Exec& exec) {
   Call call{&problem, &args, cut_of(problem), exec.workspace + plan.shared_bytes, plan.slot_bytes, 0};
   if (!problem.packed) call.rows_end = problem.B * problem.T;
-  else if (problem.N > 0) call.rows_end = sequence_span(problem, args.cu_seqlens, problem.N - 1).end;
+  else if (problem.N == 0) clear_states(problem, args.chunk_states);
+  else call.rows_end = sequence_span(problem, args.cu_seqlens, problem.N - 1).end;
   int64_t left = problem.B * problem.T - call.rows_end;
   int64_t tasks = problem.N * problem.H * call.cut.parts + (left + kZeroRows - 1) / kZeroRows;
   parallel_tasks(exec, tasks, plan.num_slots, task, &call);
