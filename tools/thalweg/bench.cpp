@@ -1,6 +1,7 @@
 // thalweg bench CASE|FILE|@set, and --pair A B
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <iostream>
 
@@ -111,6 +112,8 @@ Json measure_pair_here(const testing::Case& a, const testing::Case& b, const Opt
   r["against_kernel"] = second.kernel();
   r["median_us"] = median(times_a);
   r["against_us"] = median(times_b);
+  r["min_us"] = *std::min_element(times_a.begin(), times_a.end());
+  r["against_min_us"] = *std::min_element(times_b.begin(), times_b.end());
   r["ratio"] = median(ratios);
   r["spread"] = number_json(spread_of(ratios));
   r["samples"] = ratios.size();
@@ -120,7 +123,7 @@ Json measure_pair_here(const testing::Case& a, const testing::Case& b, const Opt
 // The median over processes of every figure that can differ; spread is half the range over the median.
 Json merge(const std::vector<Json>& runs, const char* main_figure) {
   Json out = runs[0];
-  for (const char* name : {"median_us", "min_us", "gflops", "gbs", "roof_value", "roof_share", "fma_gflops", "copy_gbs", "scale_gbs", "against_us", "ratio"}) {
+  for (const char* name : {"median_us", "min_us", "gflops", "gbs", "roof_value", "roof_share", "fma_gflops", "copy_gbs", "scale_gbs", "against_us", "against_min_us", "ratio"}) {
     std::vector<double> values;
     for (const Json& r : runs)
       if (r.contains(name) && r[name].is_number()) values.push_back(r[name].get<double>());
@@ -193,10 +196,11 @@ void print_result(const Json& r) {
 }
 
 void print_pair(const Json& r) {
-  fmt::print("a  {}  {}  {}\nb  {}  {}  {}\na / b = {:.4f}, spread {} (median of {} pairs, alternating in one process{})\n", r["case"].get<std::string>(),
+  fmt::print("a  {}  {}  {}\nb  {}  {}  {}\na / b = {:.4f}, spread {} (median of {} pairs, alternating in one process{}); of the fastest {:.4f}\n", r["case"].get<std::string>(),
              r["kernel"].get<std::string>(), time_text(r["median_us"].get<double>()), r["against"].get<std::string>(), r["against_kernel"].get<std::string>(),
              time_text(r["against_us"].get<double>()), r["ratio"].get<double>(), spread_text(r), r["samples"].get<int64_t>(),
-             r["processes"].get<int64_t>() > 1 ? fmt::format("; median of {} processes", r["processes"].get<int64_t>()) : "");
+             r["processes"].get<int64_t>() > 1 ? fmt::format("; median of {} processes", r["processes"].get<int64_t>()) : "",
+             r["min_us"].get<double>() / r["against_min_us"].get<double>());
 }
 
 void print_table(const std::vector<Json>& results) {

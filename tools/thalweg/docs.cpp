@@ -1,6 +1,7 @@
 // thalweg docs: the tables of the operators' READMEs, from the tables in the code.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -80,15 +81,28 @@ std::vector<std::string> lines_of(const std::string& text) {
   return out;
 }
 
-// What differs between the common start and the common end.
+// A difference line by line, from the longest common subsequence; runs that agree are left out.
 void print_difference(const std::string& file, const std::string& is, const std::string& should) {
   std::vector<std::string> a = lines_of(is), b = lines_of(should);
-  size_t front = 0, back = 0;
-  while (front < a.size() && front < b.size() && a[front] == b[front]) ++front;
-  while (back + front < a.size() && back + front < b.size() && a[a.size() - 1 - back] == b[b.size() - 1 - back]) ++back;
-  fmt::print("--- {}\n+++ as the code has it\n@@ line {} @@\n", file, front + 1);
-  for (size_t i = front; i + back < a.size(); ++i) fmt::print("-{}\n", a[i]);
-  for (size_t i = front; i + back < b.size(); ++i) fmt::print("+{}\n", b[i]);
+  std::vector<std::vector<int>> common(a.size() + 1, std::vector<int>(b.size() + 1));
+  for (size_t i = a.size(); i-- > 0;)
+    for (size_t j = b.size(); j-- > 0;) common[i][j] = a[i] == b[j] ? common[i + 1][j + 1] + 1 : std::max(common[i + 1][j], common[i][j + 1]);
+  fmt::print("--- {}\n+++ as the code has it\n", file);
+  bool together = false;
+  for (size_t i = 0, j = 0; i < a.size() || j < b.size();) {
+    if (i < a.size() && j < b.size() && a[i] == b[j]) {
+      ++i, ++j;
+      together = false;
+      continue;
+    }
+    if (!together) fmt::print("@@ line {} @@\n", i + 1);
+    together = true;
+    if (i < a.size() && (j == b.size() || common[i + 1][j] >= common[i][j + 1])) {
+      fmt::print("-{}\n", a[i++]);
+    } else {
+      fmt::print("+{}\n", b[j++]);
+    }
+  }
 }
 
 std::vector<std::string> operators() {
