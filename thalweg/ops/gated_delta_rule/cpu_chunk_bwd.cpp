@@ -56,7 +56,7 @@ struct Carver {
 struct Slot {
   Keys keys;
   Head head;
-  float* rows;         // [C Kp] a gradient on its way out
+  float* rows;         // [C Kp] scratch: a gradient on its way out, a line of a state
   float* dS;           // [heads] panels
   float* states;       // [states kept][heads] panels
   float* between;      // [every - 1][heads] panels: states inside the current segment
@@ -134,9 +134,8 @@ struct Work {
   Tokens at(const thalweg_tensor& t, int64_t c, int64_t head) const {
     return tokens_at(t, problem.T, begin + c * kC, head);
   }
-  [[gnu::always_inline]] void fetch(const thalweg_tensor& t, int64_t c, int64_t head, int64_t dim,
-                                    bool to_write = false) const {
-    if (tokens(c) > 0) prefetch_rows(at(t, c, head), tokens(c), dim, to_write);
+  void want(Ahead* ahead, const thalweg_tensor& t, int64_t c, int64_t head, int64_t dim, bool to_write = false) const {
+    if (tokens(c) > 0) gated_delta_rule::want(ahead, at(t, c, head), tokens(c), dim, to_write);
   }
   int64_t state_floats() const { return layout.dims.Kp * layout.dims.Vp; }
   float* state(int64_t c, int64_t x) const {  // before chunk c
@@ -191,8 +190,11 @@ void run_forward(Work& w) {
     load_keys(w, c);
     for (int64_t x = 0; x < w.count; ++x) {
       const bool is_last = x + 1 == w.count;
-      w.fetch(w.args.v, is_last ? c + 1 : c, w.first + (is_last ? 0 : x + 1), d.V);
-      if (is_last) w.fetch(w.args.k, c + 1, w.h, d.K);
+      Ahead next{};
+      next.calls = d.Vp / kPanel * (1 + d.Kp / kRows);
+      w.want(&next, w.args.v, is_last ? c + 1 : c, w.first + (is_last ? 0 : x + 1), d.V);
+      if (is_last) w.want(&next, w.args.k, c + 1, w.h, d.K);
+      touch(next);
       const int64_t hv = w.first + x, at = c * w.layout.heads + x;
       w.slot.head.scalars = w.slot.scalars + at;
       load_scalars(w.args, w.gates[x], w.at(w.args.g, c, hv), w.at(w.args.beta, c, hv), w.tokens(c),
@@ -200,13 +202,13 @@ void run_forward(Work& w) {
       decays(w.slot.head.scalars->g, w.slot.head.D, w.slot.head.E);
       load_rows<paneled>(w.at(w.args.v, c, w.first + x), w.tokens(c), d.V, d.Vp, w.deltas(c, x));
       const float* S = c % w.layout.every == 0 ? w.state(c, x) : w.state(1, x);
-      chunk_deltas(d, w.slot.keys, w.slot.head, S, w.deltas(c, x));
+      chunk_deltas(d, w.slot.keys, w.slot.head, S, w.deltas(c, x), &next);
       if (c + 1 == w.chunks()) continue;
       float* S_after = (c + 1) % w.layout.every == 0 ? w.state(c + 1, x) : w.state(1, x);
       write_factors(w.slot.head, w.slot.factors + at * kC);
       w.slot.carries[at] = w.slot.head.E[kC - 1];
       advance_state(d, w.slot.keys.k_rows, w.slot.factors + at * kC, w.slot.carries[at], w.deltas(c, x),
-                    w.slot.head.d_v_decayed, S, S_after);
+                    w.slot.head.d_v_decayed, S, S_after, &next);
     }
   }
 }
@@ -214,29 +216,31 @@ void run_forward(Work& w) {
 // The states between the one kept before chunk c and that before chunk c, from the deltas.
 void run_again(const Work& w, int64_t c) {
   const Dims& d = w.layout.dims;
+  Ahead none{};
+  none.calls = 1;
   for (int64_t i = c / w.layout.every * w.layout.every; i < c; ++i) {
     for (int64_t x = 0; x < w.count; ++x) {
       const int64_t at = i * w.layout.heads + x;
       advance_state(d, w.slot.k_rows + i * kC * d.Kp, w.slot.factors + at * kC, w.slot.carries[at], w.deltas(i, x),
-                    w.slot.head.d_v_decayed, w.state(i, x), w.state(i + 1, x));
+                    w.slot.head.d_v_decayed, w.state(i, x), w.state(i + 1, x), &none);
     }
   }
 }
 
 // d_g and d_beta of a chunk, through what was fused.
 void store_scalars(Work& w, int64_t c, int64_t x, const float* d_g) {
-  const Head& head = w.slot.head;
-  const Scalars& s = *head.scalars;
-  const Tokens g = w.at(w.args.d_g, c, w.first + x), beta = w.at(w.args.d_beta, c, w.first + x);
+  const Scalars& s = *w.slot.head.scalars;
+  const Tokens to_g = w.at(w.args.d_g, c, w.first + x), to_beta = w.at(w.args.d_beta, c, w.first + x);
+  float raw[kC], d_beta[kC];
   for (int64_t i = 0; i < w.tokens(c); ++i) {
-    const float raw = d_g[i] * s.g_slope[i];
-    if (w.args.use_gate) {
-      w.sums[x][0] += d_g[i] == 0 ? 0 : double(d_g[i]) * s.g[i];
-      w.sums[x][1] += raw;
-    }
-    if (g.data) store_scalar(g.data + i * g.step, g.dtype, raw);
-    if (beta.data) store_scalar(beta.data + i * beta.step, beta.dtype, sum_lanes(head.r_dot + i * kLanes) * s.beta_slope[i]);
+    raw[i] = d_g[i] * s.g_slope[i];
+    d_beta[i] = sum_lanes(w.slot.head.r_dot + i * kLanes) * s.beta_slope[i];
+    if (!w.args.use_gate) continue;
+    w.sums[x][0] += d_g[i] == 0 ? 0 : double(d_g[i]) * s.g[i];
+    w.sums[x][1] += raw[i];
   }
+  if (to_g.data) write_strided(to_g.dtype, to_g.data, to_g.step, w.tokens(c), raw);
+  if (to_beta.data) write_strided(to_beta.dtype, to_beta.data, to_beta.step, w.tokens(c), d_beta);
 }
 
 void run_head_backward(Work& w, int64_t c, int64_t x) {
@@ -248,20 +252,24 @@ void run_head_backward(Work& w, int64_t c, int64_t x) {
   head.scalars = w.slot.scalars + c * w.layout.heads + x;
   decays(head.scalars->g, head.D, head.E);
   const bool is_last = x + 1 == w.count;
-  w.fetch(w.args.d_v, c, w.first + x, d.V, true);
-  w.fetch(w.args.d_o, is_last ? c - 1 : c, w.first + (is_last ? 0 : x + 1), d.V);
+  Ahead now{}, next{};
+  now.calls = d.Vp / kPanel, next.calls = d.Kp / kRows * (1 + d.Vp / kPanel);
+  w.want(&now, w.args.d_v, c, w.first + x, d.V, true);
+  w.want(&next, w.args.d_o, is_last ? c - 1 : c, w.first + (is_last ? 0 : x + 1), d.V);
   if (is_last) {
-    w.fetch(w.args.q, c - 1, w.h, d.K);
-    w.fetch(w.args.d_q, c, w.h, d.K, true);
-    w.fetch(w.args.d_k, c, w.h, d.K, true);
+    w.want(&next, w.args.q, c - 1, w.h, d.K);
+    w.want(&next, w.args.d_q, c, w.h, d.K, true);
+    w.want(&next, w.args.d_k, c, w.h, d.K, true);
   }
+  touch(now);
+  touch(next);
   load_rows<paneled>(w.at(w.args.d_o, c, w.first + x), w.tokens(c), d.V, d.Vp, head.d_o);
   backward_factors(keys, head, w.scale);
-  chunk_d_v(d, keys, head, r, dS, w.scale);
+  chunk_d_v(d, keys, head, r, dS, w.scale, &now);
   store_rows<paneled>(w.at(w.args.d_v, c, w.first + x), w.tokens(c), d.V, d.Vp, head.d_v);
   turn_columns(d, head, r);
-  state_gradients(d, keys, head, S, dS, w.scale);
-  const float state_product = carry_back(d, keys, head, S, dS);
+  state_gradients(d, keys, head, S, dS, w.scale, &next);
+  const float state_product = carry_back(d, keys, head, S, dS, &next);
   token_gradients(d, keys, head, w.scale);
   alignas(64) float d_g[kC];
   gate_gradient(head, state_product, d_g);
@@ -314,14 +322,13 @@ void run_sequence(const Call& call, const Slot& slot, int64_t n, int64_t h, doub
            least(l.heads, (h + 1) * l.group - first), float(call.problem.scale), {}, {}};
     for (int64_t x = 0; x < w.count; ++x) {
       w.gates[x] = head_gate(call.args, first + x);
-      load_state(call.args.d_final_state, n, first + x, d.K, d.V, d.Kp, d.Vp, slot.dS + x * w.state_floats());
-      if (w.chunks() > 0)
-        load_state(call.args.initial_state, n, first + x, d.K, d.V, d.Kp, d.Vp, w.state(0, x));
+      load_state(call.args.d_final_state, n, first + x, d, slot.dS + x * w.state_floats(), slot.rows);
+      if (w.chunks() > 0) load_state(call.args.initial_state, n, first + x, d, w.state(0, x), slot.rows);
     }
     run_forward(w);
     run_backward(w);
     for (int64_t x = 0; x < w.count; ++x) {
-      store_state(call.args.d_initial_state, n, first + x, d.K, d.V, d.Kp, slot.dS + x * w.state_floats());
+      store_state(call.args.d_initial_state, n, first + x, d, slot.dS + x * w.state_floats(), slot.rows);
       partials[2 * (first + x)] += w.sums[x][0];
       partials[2 * (first + x) + 1] += w.sums[x][1];
     }
@@ -362,7 +369,7 @@ void sum_partials(const Call& call, const thalweg_tensor& t, int64_t which) {
     double sum = 0;
     for (int64_t block = 0; block < call.layout.blocks; ++block)
       sum += call.partials[2 * (block * call.problem.HV + hv) + which];
-    store_element(t, hv * t.stride[0], sum);
+    store_element(t, hv, sum);
   }
 }
 

@@ -7,10 +7,6 @@
 namespace thalweg::gated_delta_rule {
 namespace {
 
-struct Dims {
-  int64_t K, V, Kp, Vp;  // as given, and padded to whole tiles
-};
-
 // A chunk as its key head sees it.
 struct Keys {
   float* q_rows;     // [C Kp], normalised where asked, without scale
@@ -124,7 +120,8 @@ inline void lower_factor(const float* D, const float* kk, const float* rows, con
 // ---- forward ----------------------------------------------------------------------------------------
 
 // r, panels: holds v, becomes the deltas before beta, r_i = v_i - E_i k_i S - sum_j<i kk_ij D_ij beta_j r_j.
-inline void chunk_deltas(const Dims& dims, const Keys& keys, const Head& head, const float* S, float* r) {
+inline void chunk_deltas(const Dims& dims, const Keys& keys, const Head& head, const float* S, float* r,
+                         Ahead* ahead) {
   lower_factor(head.D, keys.kk, nullptr, head.scalars->beta, head.minus_L);
   for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
     const float* S_p = S + p * dims.Kp * kPanel;
@@ -143,6 +140,7 @@ inline void chunk_deltas(const Dims& dims, const Keys& keys, const Head& head, c
         }
       });
     solve_lower(head.minus_L, r_p);
+    fetch(ahead);
   }
 }
 
@@ -154,7 +152,7 @@ inline void write_factors(const Head& head, float* factors) {
 
 // S_after = E_n S_before + sum_j k_j D_nj u_j; both may be one. u: scratch, panels.
 inline void advance_state(const Dims& dims, const float* k_rows, const float* factors, float E_n, const float* r,
-                          float* u, const float* S_before, float* S_after) {
+                          float* u, const float* S_before, float* S_after, Ahead* ahead) {
   for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
     float* u_p = u + p * kC * kPanel;
     const float* r_p = r + p * kC * kPanel;
@@ -163,7 +161,7 @@ inline void advance_state(const Dims& dims, const float* k_rows, const float* fa
       store(u_p + i * kPanel, f * load(r_p + i * kPanel));
       store(u_p + i * kPanel + kLanes, f * load(r_p + i * kPanel + kLanes));
     }
-    for (int64_t k = 0; k < dims.Kp; k += kRows)
+    for (int64_t k = 0; k < dims.Kp; k += kRows) {
       for_tiles_of_16(k, [&](auto tile, int64_t row) __attribute__((always_inline)) {
         const int64_t at = (p * dims.Kp + row) * kPanel;
         vf acc[tile.count][2];
@@ -171,6 +169,8 @@ inline void advance_state(const Dims& dims, const float* k_rows, const float* fa
         tile_mac(kC, k_rows + row, 1, dims.Kp, u_p, kPanel, acc);
         tile_store(S_after + at, kPanel, acc);
       });
+      fetch(ahead);
+    }
   }
 }
 
@@ -185,7 +185,7 @@ inline void backward_factors(const Keys& keys, const Head& head, float scale) {
 
 // d_v_i = beta_i y_i with y = (I + L)^-T (P^T d_o + D_n k dS), panels; the parts of y . r for d_beta.
 inline void chunk_d_v(const Dims& dims, const Keys& keys, const Head& head, const float* r, const float* dS,
-                      float scale) {
+                      float scale, Ahead* ahead) {
   const float* D_n = head.D + (kC - 1) * kC;
   for (int64_t i = 0; i < kC; ++i) store(head.r_dot + i * kLanes, zero());
   for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
@@ -206,6 +206,7 @@ inline void chunk_d_v(const Dims& dims, const Keys& keys, const Head& head, cons
         tile_store(d_v + row * kPanel, kPanel, acc);
       });
     solve_upper(head.minus_L, d_v);
+    fetch(ahead);
     for (int64_t i = 0; i < kC; ++i) {
       vf beta = set1(head.scalars->beta[i]), e = set1(head.E[i]), dot = load(head.r_dot + i * kLanes);
       for (int64_t x = i * kPanel; x < (i + 1) * kPanel; x += kLanes) {
@@ -278,7 +279,7 @@ template <int first, int R, int N>
 
 // The state's part of d_q, d_k and of the gate: q and k against S d_o^T, S d_v^T, dS r^T.
 inline void state_gradients(const Dims& dims, const Keys& keys, const Head& head, const float* S, const float* dS,
-                            float scale) {
+                            float scale, Ahead* ahead) {
   alignas(64) float read[kC], write[kC];
   const float* D_n = head.D + (kC - 1) * kC;
   for (int64_t i = 0; i < kC; i += kLanes) {
@@ -311,11 +312,13 @@ inline void state_gradients(const Dims& dims, const Keys& keys, const Head& head
         take_columns<0>(acc, write, false, keys.k_cols + at, keys.d_k_cols + at, head.write_gate);
       }
     });
+    fetch(ahead);
   }
 }
 
 // dS <- E_n dS + scale sum_i E_i q_i d_o_i - sum_i E_i k_i d_v_i; returns sum(S * dS) of before.
-inline float carry_back(const Dims& dims, const Keys& keys, const Head& head, const float* S, float* dS) {
+inline float carry_back(const Dims& dims, const Keys& keys, const Head& head, const float* S, float* dS,
+                        Ahead* ahead) {
   const float E_n = head.E[kC - 1];
   vf total = zero();
   for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
@@ -336,6 +339,7 @@ inline float carry_back(const Dims& dims, const Keys& keys, const Head& head, co
         tile_store(dS + at, kPanel, acc);
         total = total + (sum[0] + sum[1]);
       });
+      fetch(ahead);
     }
   }
   return hsum(total);

@@ -3,7 +3,7 @@
 #define THALWEG_OPS_GATED_DELTA_RULE_CPU_CHUNK_BWD_TILES_H
 
 #include "thalweg/cpu/blocks/gemm.h"
-#include "thalweg/cpu/simd.h"
+#include "thalweg/cpu/blocks/rows.h"
 
 namespace thalweg::gated_delta_rule {
 namespace {
@@ -12,6 +12,10 @@ constexpr int64_t kC = 16;                     // tokens of a chunk
 constexpr int kCV = int(kC / kLanes);          // vectors of a row over the chunk's tokens
 constexpr int64_t kRows = 16;                  // K is padded to a multiple of it
 constexpr int64_t kSquare = kC * kC;           // floats of a [C C] matrix
+
+struct Dims {
+  int64_t K, V, Kp, Vp;  // as given, and padded to whole tiles
+};
 
 template <int n>
 struct Rows {
@@ -46,66 +50,17 @@ template <int MR, int NV>
     for (int v = 0; v < NV; ++v) acc[i][v] = s * acc[i][v];
 }
 
-// to[j][i] = from[i][j] for one square of kLanes x kLanes.
-[[gnu::always_inline]] inline void transpose_square(const float* from, int64_t from_row, float* to, int64_t to_row) {
-  vf r[kLanes], t[kLanes];
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < kLanes; ++i) r[i] = load(from + i * from_row);
-#if defined(__AVX512F__)
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    __m512d a = _mm512_castps_pd(t[i]), b = _mm512_castps_pd(t[i + 1]);
-    __m512d c = _mm512_castps_pd(t[i + 2]), d = _mm512_castps_pd(t[i + 3]);
-    r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
-    r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
-    r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
-    r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    vf a = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), b = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
-    vf c = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd), d = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
-    store(to + i * to_row, _mm512_shuffle_f32x4(a, b, 0x88));
-    store(to + (i + 4) * to_row, _mm512_shuffle_f32x4(c, d, 0x88));
-    store(to + (i + 8) * to_row, _mm512_shuffle_f32x4(a, b, 0xdd));
-    store(to + (i + 12) * to_row, _mm512_shuffle_f32x4(c, d, 0xdd));
-  }
-#elif defined(__AVX2__)
-#pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    store(to + i * to_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    store(to + (i + 4) * to_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
-#else
-  for (int64_t i = 0; i < kLanes; ++i) {
-    for (int64_t j = 0; j < kLanes; ++j) t[i][j] = r[j][i];
-    store(to + i * to_row, t[i]);
-  }
-#endif
-}
-
 // to [columns rows] = from [rows columns] transposed; both counts are multiples of kLanes.
 inline void transpose(const float* from, int64_t from_row, int64_t rows, int64_t columns, float* to, int64_t to_row) {
   for (int64_t i = 0; i < rows; i += kLanes)
-    for (int64_t j = 0; j < columns; j += kLanes)
-      transpose_square(from + i * from_row + j, from_row, to + j * to_row + i, to_row);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      vf square[kLanes];
+#pragma GCC unroll 16
+      for (int64_t l = 0; l < kLanes; ++l) square[l] = load(from + (i + l) * from_row + j);
+      thalweg::transpose(square);
+#pragma GCC unroll 16
+      for (int64_t l = 0; l < kLanes; ++l) store(to + (j + l) * to_row + i, square[l]);
+    }
 }
 
 // Rows of a triangular solve that stay in registers together, and vectors of a panel beside each other.
