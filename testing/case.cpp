@@ -132,6 +132,16 @@ void default_gradients(Case* c, const std::vector<std::string>& named) {
   }
 }
 
+// A dtype given to the first tensor is the case's.
+void take_main_dtype(Case* c) {
+  auto it = c->options.find(tensor_fields(*c->pass)[0]->name);
+  if (it == c->options.end()) return;
+  size_t at = it->second.find('@');
+  if (thalweg_dtype dtype = parse_dtype(it->second.substr(0, at))) c->dtype = dtype;
+  it->second.erase(0, std::min(at, it->second.size()));
+  if (it->second.empty()) c->options.erase(it);
+}
+
 // N and T from varlen; then what the operator knows; then N = B.
 void complete_sizes(Case* c) {
   std::map<std::string, int64_t>& sizes = c->sizes;
@@ -220,6 +230,7 @@ Case parse_tokens(const thalweg_pass& pass, std::string_view text, bool shared) 
                     "), state, varlen, guard, kernel, seed, threads" + (knob_names(pass).empty() ? "" : ", or a knob (" + joined(knob_names(pass)) + ")"));
     }
   }
+  take_main_dtype(&c);
   default_gradients(&c, named);
   complete_sizes(&c);
   return c;

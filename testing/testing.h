@@ -96,6 +96,8 @@ struct Spec {
   const char* head_sizes;
 };
 const Spec& spec_of(const thalweg_pass& pass);  // throws std::out_of_range
+// Spec.limit; where the output is stored narrower than the case's dtype, at least one rounding of that storage.
+double limit_of(const Case&, const std::string& output);
 
 // The memory of one case: every tensor in a guarded, canaried allocation of its own, outputs filled
 // with NaN (integers 0x7f…), inputs filled and rounded to their dtype.

@@ -1,4 +1,5 @@
 // One case, or every kernel row that takes it, against the oracle.
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -65,7 +66,7 @@ void fill_recurrence(const Case& c, Oracle* oracle) {
 void compare_outputs(Problem& problem, const Case& c, Oracle* oracle, Verdict* verdict) {
   for (const auto& [name, want] : oracle->outputs) {
     Values got = take_groups(c, name, problem.read(name), oracle->groups);
-    Verdict::Output out{name, compare(got, want), spec_of(*c.pass).limit(c, name), true};
+    Verdict::Output out{name, compare(got, want), limit_of(c, name), true};
     if (out.limit == 0 && want.count() > 0) {
       fill_recurrence(c, oracle);
       out.limit = kTimesRecurrence * oracle->recurrence.at(name);
@@ -110,6 +111,14 @@ Verdict verify_with(Case c, Oracle* oracle) {
 }
 
 }  // namespace
+
+double limit_of(const Case& c, const std::string& output) {
+  double limit = spec_of(*c.pass).limit(c, output), storage = 0;
+  thalweg_dtype dtype = dtype_in(c, *find_field(*c.pass, output));
+  if (thalweg_dtype_bytes(dtype) < thalweg_dtype_bytes(c.dtype))
+    storage = dtype == THALWEG_BF16 ? 0x1p-8 : dtype == THALWEG_F16 ? 0x1p-11 : 0x1p-23;
+  return limit == 0 ? 0 : std::max(limit, storage);
+}
 
 Verdict verify(const Case& c) {
   Oracle oracle;

@@ -19,6 +19,7 @@ Case forward_case(const Case& bwd, const thalweg_pass& fwd) {
   Case c = bwd;
   c.pass = &fwd;
   c.kernel = "";
+  c.threads = 1;
   for (auto it = c.options.begin(); it != c.options.end();) {
     const thalweg_field* field = tt::find_field(fwd, it->first);
     bool keep = (field && !(field->kind == THALWEG_TENSOR && tt::is_output(*field))) || it->first == "varlen";

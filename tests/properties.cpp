@@ -11,6 +11,7 @@ void for_each_row(const thalweg_pass& pass, const std::vector<std::string>& sets
   for (const Case& c : pass_cases(pass, sets, max_flops))
     for (const std::string& row : kernel_rows(pass)) {
       Case forced = with_kernel(c, row);
+      if (forced.threads == 0) forced.threads = 1;
       if (!takes(forced)) continue;
       SCOPED_TRACE("  thalweg verify " + forced.text());
       body(forced);

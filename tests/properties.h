@@ -6,7 +6,8 @@
 
 namespace thalweg::tests {
 
-// Cases small enough to run many times, every kernel row that takes them here, forced.
+// Cases small enough to run many times, every kernel row that takes them here, forced; on one thread, as
+// the thread count changes no bit (properties.thread_counts) and handing over tiny work costs more than it.
 void for_each_row(const thalweg_pass& pass, const std::vector<std::string>& sets, double max_flops,
                   const std::function<void(const Case&)>& body);
 

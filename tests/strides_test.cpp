@@ -101,6 +101,7 @@ void every_layout(const thalweg_pass& pass) {
       ++used;
       for (const std::string& row : kernel_rows(pass)) {
         Case c = with_kernel(base, row);
+        c.threads = 1;
         if (!takes(c)) continue;
         if (tt::is_integer(tt::dtype_in(c, *field)))
           continue;  // rank 1 and 2, contiguous last axis; the sets hold i32 and i64

@@ -118,7 +118,7 @@ std::string out_of_limit(const Case& c, const Outputs& got, const Outputs& want,
   for (const auto& [name, w] : want) {
     auto it = got.find(name);
     if (it == got.end()) continue;
-    double limit = tt::spec_of(*c.pass).limit(c, name) * times, ratio = tt::compare(it->second, w).ratio;
+    double limit = tt::limit_of(c, name) * times, ratio = tt::compare(it->second, w).ratio;
     if (!(ratio <= limit)) return name + ": RMS ratio " + std::to_string(ratio) + " above " + std::to_string(limit);
   }
   return "";
@@ -130,7 +130,7 @@ void expect_oracle(Problem& problem, double times) {
   Case named = c.kernel.empty() ? with_kernel(c, problem.kernel()) : c;
   Outputs plain;
   for (const auto& [name, w] : want) {
-    double limit = tt::spec_of(*c.pass).limit(named, name) * times;
+    double limit = tt::limit_of(named, name) * times;
     if (limit == 0) {
       if (plain.empty()) {
         Problem last(with_kernel(c, kernel_rows(*c.pass).back()));
