@@ -31,13 +31,19 @@
 //          - o is streamed where rows are aligned; plain stores lost 3 %.
 //          - U and V go through one buffer: o replaces v row by row, after the row's u is solved.
 //          - The first version computed element addresses inside the copy loops: 8 % of the time.
-// Measured 2 cores of an EPYC (Zen 5), 4 KiB pages, B1 T4096 H16 HV32 K=V=128, float32, l2norm, gate, beta sigmoid,
-//          final state; 16.1 GFLOP over the FMA peak of the same process, CPU time of 2 threads on a loaded
-//          machine, medians: AVX-512 36 ms, 0.81 of 547 GFLOP/s; AVX2 65 ms, 0.89 of 275. Predicted from FMA and load counts
-//          (13.7 GFLOP done): 0.93 and 0.95; the rest is page walks and cache misses. With 2 MiB pages: see below.
-//          bfloat16 0.95 and 0.99 of the float32 time; g,beta as [B HV T]: 0.99; q,k,v,o as [B H T K]: 0.88
-//          and 0.94 (fewer pages). Parts with AVX-512: K S and Q S with the solve 55 %, update 27 %, keys 7 %,
-//          values and output 6 %, page walks 4 %. They lost: blocks of 128 tokens (2 %), of 256 (4 %).
+// Measured 2 cores of an EPYC (Zen 5) under a hypervisor, B1 T4096 H16 HV32 K=V=128, float32, l2norm, gate, beta
+//          sigmoid, final state. Share: 16.1 GFLOP in the CPU time of 2 threads (the machine was shared, wall-clock
+//          times mean nothing) over the FMA peak of the same process with the same vectors; medians.
+//            AVX-512  0.82 (36 ms at 542 GFLOP/s)   with 2 MiB pages 0.87 (34.6 ms)
+//            AVX2     0.89 (65 ms at 275 GFLOP/s)   with 2 MiB pages 0.94 (63.5 ms)
+//          Predicted from counts of products and loads (13.7 GFLOP are done): 1.0; with every row in cache 0.95
+//          was seen. The rest is page walks and cache misses.
+//          Time over that of the default: bfloat16 0.95 and 0.99, float16 0.94 and 0.96; g,beta as [B HV T] 0.98
+//          and 0.99; q,k,v,o as [B H T K] 0.88 and 0.93 (fewer pages; 0.94 and 0.97 with 2 MiB pages).
+//          t(262144) / t(4096) at H2 HV4 bfloat16: 65 and 64.
+//          Parts, AVX-512: K S, Q S and the solve 54 %, update 28 %, keys 7 %, values and output 7 %, gates 2 %.
+//          Lost: blocks of 128 tokens (2 %) and 256 (4 %); 32 tokens and prefetching into the L2 only made no
+//          difference. Not tried: decays kept apart from the state (1 of 17 products of the update).
 //
 #include "thalweg/cpu/blocks/gemm.h"
 #include "thalweg/cpu/blocks/rows.h"
