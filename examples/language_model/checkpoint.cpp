@@ -96,6 +96,7 @@ void save_checkpoint(const std::string& path, const Model& model, const Training
   add_arrays(arrays, model.parameters(), "", model.weights());
   add_arrays(arrays, model.parameters(), "adamw.m.", state.optimizer.m);
   add_arrays(arrays, model.parameters(), "adamw.v.", state.optimizer.v);
+  add_arrays(arrays, model.parameters(), "average.", state.average);
   if (!state.best_weights.empty()) add_arrays(arrays, model.parameters(), "best.", state.best_weights);
   arrays.push_back(array_of("curve", THALWEG_F64, {int64_t(state.curve.size()), kCurveColumns}, state.curve.data(),
                             int64_t(state.curve.size())));
@@ -126,6 +127,7 @@ void load_checkpoint(const std::string& path, const std::map<std::string, std::s
   loaded.loss_count = int64_t(number_at(path, metadata, "loss_count"));
   loaded.optimizer.m = floats_at(path, file.content, parameters, "adamw.m.");
   loaded.optimizer.v = floats_at(path, file.content, parameters, "adamw.v.");
+  loaded.average = floats_at(path, file.content, parameters, "average.");
   loaded.curve = curve_at(path, file.content);
   if (std::isfinite(loaded.best_validation)) loaded.best_weights = floats_at(path, file.content, parameters, "best.");
   std::vector<float> weights = floats_at(path, file.content, parameters, "");

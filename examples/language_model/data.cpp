@@ -106,12 +106,6 @@ void crop(const Bytes& training, int64_t B, int64_t T, uint64_t seed, int64_t st
   }
 }
 
-void add_noise(const Bytes& training, double rate, uint64_t seed, int64_t step, Batch& batch) {
-  Random random(key_of({seed, 0x4015e, uint64_t(step)}));
-  for (uint8_t& byte : batch.inputs)
-    if (random.uniform() < rate) byte = training[size_t(random.bits() % training.size())];
-}
-
 std::string grouped(int64_t n) {
   std::string text = std::to_string(n);
   for (size_t at = text.size(); at > 3;) text.insert(at -= 3, ",");

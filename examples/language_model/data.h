@@ -40,10 +40,6 @@ struct Batch {
   Bytes inputs, targets;  // [B, T]
 };
 void crop(const Bytes& training, int64_t B, int64_t T, uint64_t seed, int64_t step, Batch& batch);
-// Replaces a part `rate` of the inputs (not of the targets) by bytes from elsewhere in the text, so that the
-// model learns to predict from incomplete context and memorises less.
-void add_noise(const Bytes& training, double rate, uint64_t seed, int64_t step, Batch& batch);
-
 std::string grouped(int64_t n);  // "16,726"
 
 }  // namespace language_model

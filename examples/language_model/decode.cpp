@@ -8,7 +8,7 @@
 namespace language_model {
 namespace {
 
-constexpr size_t kContextPiece = 1024;  // bytes of a text that are read at once
+constexpr size_t kWindow = 2048, kOverlap = 512;  // bytes of a text that are read at once, and of them again
 
 // What comes before a text's first byte.
 constexpr uint8_t kStart = '\n';
@@ -29,12 +29,13 @@ uint8_t sample(const float* logits, double temperature, Random& random) {
 double bits_per_byte(Model& model, Threads& threads, const Bytes& text) {
   Bytes inputs(text.size(), kStart);
   std::copy(text.begin(), text.end() - 1, inputs.begin() + 1);
-  States states = fresh_states(model.config());
   double nats = 0;
-  for (size_t begin = 0; begin < text.size(); begin += kContextPiece) {
-    int64_t T = int64_t(std::min(kContextPiece, text.size() - begin));
-    const auto& logits = model.forward(Pass::kChunked, 1, T, inputs.data() + begin, &states);
-    nats += cross_entropy(threads, T, logits.data(), text.data() + begin, nullptr);
+  for (size_t counted = 0; counted < text.size();) {
+    size_t begin = counted - std::min(counted, kOverlap), end = std::min(begin + kWindow, text.size());
+    const auto& logits = model.forward(Pass::kChunked, 1, int64_t(end - begin), inputs.data() + begin, nullptr);
+    nats += cross_entropy(threads, int64_t(end - counted), logits.data() + (counted - begin) * size_t(kBytes),
+                          text.data() + counted, nullptr);
+    counted = end;
   }
   return nats / std::log(2.0) / double(text.size());
 }

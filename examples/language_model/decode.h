@@ -8,7 +8,9 @@
 namespace language_model {
 
 // Bits per byte of `text` from its first byte on (which is predicted from a line end). The text is read in
-// pieces, the states carried from one to the next, so that all of what came before is the context.
+// overlapping windows, so that every byte but the first ones has at least kOverlap bytes before it. Longer
+// contexts would cost the operator nothing, but the model was trained on short crops: far beyond their length
+// some runs lose more than they gain.
 double bits_per_byte(Model&, Threads&, const Bytes& text);
 
 // `count` bytes that follow `prompt`, byte by byte through the decode passes. Temperature 0 takes the

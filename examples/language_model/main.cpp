@@ -37,9 +37,10 @@ void make_folder(const std::string& path) {
   if (error) throw UserError(fmt::format("{}: cannot be made ({})", path, error.message()));
 }
 
-void introduce(const Options& o, const Corpus& corpus, const Model& model, const Threads& threads) {
+void introduce(const Options& o, const Corpus& corpus, const Model& model, const Threads& threads,
+               const char* blas) {
   fmt::print("Thalweg {} ({}), {} threads; dense products: {}\n", thalweg_version(), thalweg_cpu_isa(), threads.count(),
-             prepare_blas());
+             blas);
   auto bytes = [](const Bytes& text) { return grouped(int64_t(text.size())); };
   fmt::print("learns from  {} ({} bytes)\n", corpus.training_name, bytes(corpus.training));
   fmt::print("validation   {} ({} bytes)\n", corpus.validation_name, bytes(corpus.validation));
@@ -117,6 +118,7 @@ int report(const Options& o, const Corpus& corpus, Model& model, Threads& thread
 
 int run(const Options& o) {
   Threads threads(o.threads > 0 ? o.threads : thalweg_default_threads());
+  const char* blas = prepare_blas();
   if (o.check_gradients) return check_gradients(threads, o.training.seed) ? 0 : kWrong;
   Corpus corpus = o.text.empty() ? licenses() : corpus_of_file(o.text);
   check_length(corpus, o.training.T);
@@ -124,7 +126,7 @@ int run(const Options& o) {
   make_folder(std::filesystem::path(o.checkpoint).parent_path());
   Model model(o.model, threads);
   initialise(o.model, o.training.seed, model.weights());
-  introduce(o, corpus, model, threads);
+  introduce(o, corpus, model, threads, blas);
   TrainingState state(model);
   auto identity = identity_of(o, corpus);
   restore(o, identity, model, state);

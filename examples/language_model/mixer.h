@@ -19,8 +19,8 @@ namespace language_model {
 struct Config {
   int64_t layers = 3;
   int64_t D = 192;        // width of the residual stream
-  int64_t H = 3;          // heads
-  int64_t K = 64, V = 64; // key and value size of a head
+  int64_t H = 6;          // heads
+  int64_t K = 32, V = 32; // key and value size of a head
   int64_t W = 4;          // width of the convolution
   int64_t F = 576;        // hidden size of the MLP
 

@@ -46,7 +46,7 @@ std::optional<Options> parse_options(int argc, char** argv, int* status) {
   app.add_option("--learning-rate", o.training.learning_rate, "at its highest")->check(CLI::PositiveNumber)->group(sizes);
   app.add_option("--weight-decay", o.training.weight_decay, "")->check(CLI::NonNegativeNumber)->group(sizes);
   app.add_option("--dropout", o.training.dropout, "")->check(CLI::Range(0.0, 0.9))->group(sizes);
-  app.add_option("--noise", o.training.noise, "part of the input bytes replaced while training")->check(CLI::Range(0.0, 0.9))->group(sizes);
+  app.add_option("--averaging", o.training.averaging, "decay of the running mean of the weights that is judged; 0: none")->check(CLI::Range(0.0, 0.9999))->group(sizes);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
@@ -66,7 +66,7 @@ std::map<std::string, std::string> identity_of(const Options& o, const Corpus& c
           {"key", whole(c.K)}, {"value", whole(c.V)}, {"conv", whole(c.W)},
           {"hidden", whole(c.F)}, {"batch", whole(t.B)}, {"crop", whole(t.T)},
           {"learning-rate", real(t.learning_rate)}, {"weight-decay", real(t.weight_decay)},
-          {"dropout", real(t.dropout)}, {"noise", real(t.noise)}, {"seed", whole(t.seed)}, {"text", corpus.fingerprint()}};
+          {"dropout", real(t.dropout)}, {"averaging", real(t.averaging)}, {"seed", whole(t.seed)}, {"text", corpus.fingerprint()}};
 }
 
 }  // namespace language_model

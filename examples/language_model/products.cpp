@@ -26,16 +26,23 @@ struct Tile {
 // that there are enough of them for all threads.
 Tile tile_for(int64_t M) { return M >= 512 ? Tile{128, 1024} : Tile{96, 192}; }
 
+bool may_share() { return openblas_get_parallel() != OPENBLAS_SEQUENTIAL; }
+
 void run_tiles(Threads& threads, int64_t M, int64_t N, int64_t K, Operand a, Operand b, float* c, Into into) {
   Tile tile = tile_for(M);
   int64_t across = (N + tile.columns - 1) / tile.columns, down = (M + tile.rows - 1) / tile.rows;
-  threads.run(down * across, [&](int64_t i) {
+  auto run_tile = [&](int64_t i) {
     int64_t row = i / across * tile.rows, column = i % across * tile.columns;
     cblas_sgemm(CblasRowMajor, a.transpose, b.transpose, blasint(std::min(tile.rows, M - row)),
                 blasint(std::min(tile.columns, N - column)), blasint(K), 1.0f, a.row(row), blasint(a.stride),
                 b.column(column), blasint(b.stride), into == Into::kAdd ? 1.0f : 0.0f, c + row * N + column,
                 blasint(N));
-  });
+  };
+  if (may_share()) {
+    threads.run(down * across, run_tile);
+  } else {
+    for (int64_t i = 0; i < down * across; ++i) run_tile(i);
+  }
 }
 
 }  // namespace
@@ -56,9 +63,10 @@ void transposed_multiply(Threads& threads, int64_t M, int64_t N, int64_t K, cons
 }
 
 const char* prepare_blas() {
-  if (openblas_get_parallel() != OPENBLAS_SEQUENTIAL) openblas_set_num_threads(1);
+  if (may_share()) openblas_set_num_threads(1);
   static const std::string text =
-      std::string(openblas_get_config()) + " (" + openblas_get_corename() + " kernels)";
+      std::string(openblas_get_config()) + " (" + openblas_get_corename() + " kernels" +
+      (may_share() ? ")" : "; a serial variant: products on one thread; libopenblas-pthread-dev is faster)");
   return text.c_str();
 }
 

@@ -1,5 +1,5 @@
-// Dense products of row-major float32 matrices: a serial BLAS, called for tiles of the result by the
-// program's threads. Tiles are cut by size alone, so results do not depend on the number of threads.
+// Dense products of row-major float32 matrices: OpenBLAS with one thread a call, called for tiles of the
+// result by the program's threads. Tiles are cut by size alone, so results do not depend on the number of threads.
 #ifndef LANGUAGE_MODEL_PRODUCTS_H
 #define LANGUAGE_MODEL_PRODUCTS_H
 
@@ -19,8 +19,9 @@ void multiply_transposed(Threads&, int64_t M, int64_t N, int64_t K, const float*
 void transposed_multiply(Threads&, int64_t M, int64_t N, int64_t K, const float* a, const float* b, float* c,
                          Into into = Into::kReplace);
 
-// What the BLAS says of itself, e.g. "OpenBLAS 0.3.21 … SINGLE_THREADED (Haswell kernels)". Makes it serial
-// if another variant than the one asked for at build time was loaded.
+// Makes the BLAS use one thread a call; to be called before the first product. Returns what it says of itself,
+// e.g. "OpenBLAS 0.3.21 … (Haswell kernels)". OpenBLAS's serial variant must not be called by several threads at
+// once (they can be given one buffer): with that one, products run on one thread.
 const char* prepare_blas();
 
 }  // namespace language_model

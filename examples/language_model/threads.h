@@ -1,5 +1,5 @@
 // The program's threads: one pool that runs the dense products, the element-wise loops and, lent
-// through thalweg_context, Thalweg's operators. Nothing else starts threads (the BLAS is a serial one).
+// through thalweg_context, Thalweg's operators. The BLAS is told to use none of its own.
 #ifndef LANGUAGE_MODEL_THREADS_H
 #define LANGUAGE_MODEL_THREADS_H
 

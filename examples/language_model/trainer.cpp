@@ -1,5 +1,6 @@
 #include "trainer.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -14,7 +15,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kEvaluations = 12;  // in a run
+constexpr double kEvaluations = 10;  // in a run
 constexpr double kWarmUp = 0.03;     // part of a run
 
 volatile std::sig_atomic_t interrupted = 0;
@@ -40,7 +41,19 @@ class InterruptGuard {
 
 double in_bits(double nats) { return nats / std::log(2.0); }
 
+// The mean starts short, so that it does not hold on to the untrained weights.
+void update_average(Threads& threads, float decay, int64_t step, const std::vector<float>& weights,
+                    std::vector<float>& average) {
+  float keep = std::min(decay, float(step) / float(step + 10));
+  threads.run_pieces(int64_t(weights.size()), 16384, [&](int64_t begin, int64_t end) {
+    for (auto i = size_t(begin); i < size_t(end); ++i) average[i] += (1 - keep) * (weights[i] - average[i]);
+  });
+}
+
+// Judges the averaged weights; training goes on with the others.
 void evaluate(Model& model, Threads& threads, const Corpus& corpus, TrainingState& state) {
+  std::vector<float> weights = model.weights();
+  std::copy(state.average.begin(), state.average.end(), model.weights().begin());
   CurvePoint point{.step = double(state.step),
                    .seconds = state.seconds,
                    .training = in_bits(state.loss_sum / double(state.loss_count)),
@@ -51,14 +64,15 @@ void evaluate(Model& model, Threads& threads, const Corpus& corpus, TrainingStat
   state.curve.push_back(point);
   if (point.validation < state.best_validation) {
     state.best_validation = point.validation;
-    state.best_weights = model.weights();
+    state.best_weights = state.average;
     state.best_step = state.step;
   }
+  std::copy(weights.begin(), weights.end(), model.weights().begin());
 }
 
 }  // namespace
 
-TrainingState::TrainingState(const Model& model) : optimizer(model.gradients().size()) {}
+TrainingState::TrainingState(const Model& model) : optimizer(model.gradients().size()), average(model.weights()) {}
 
 double progress_of(const TrainingOptions& options, const TrainingState& state) {
   double progress = options.steps > 0 ? double(state.step) / double(options.steps) : state.seconds / (60 * options.minutes);
@@ -89,13 +103,13 @@ Ending train(Model& model, Threads& threads, const Corpus& corpus, const Trainin
   while (progress < 1 && !stopped) {
     ++state.step;
     crop(corpus.training, options.B, options.T, options.seed, state.step, batch);
-    if (options.noise > 0) add_noise(corpus.training, double(options.noise), options.seed, state.step, batch);
     DropoutPlan dropout{options.dropout, key_of({options.seed, 0xd409, uint64_t(state.step)})};
     double loss = model.train(options.B, options.T, batch.inputs.data(), batch.targets.data(), dropout);
     if (!std::isfinite(loss))
       throw UserError("the loss is no longer a finite number: try a lower --learning-rate; the checkpoint is unharmed");
     state.optimizer.update(threads, model.parameters(), model.gradients(), learning_rate_at(options, progress),
                            state.step, model.weights());
+    update_average(threads, options.averaging, state.step, model.weights(), state.average);
     state.loss_sum += loss;
     ++state.loss_count;
     ++steps_here;

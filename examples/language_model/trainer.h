@@ -18,10 +18,10 @@ struct TrainingOptions {
   int64_t steps = 0;
   int64_t stop_after = 0;   // save and stop after this many steps, as an interrupt would; 0: do not
   int64_t B = 8, T = 512;   // crops a step and bytes a crop
-  float learning_rate = 3e-3f;
-  float weight_decay = 0.1f;
-  float dropout = 0.1f;
-  float noise = 0;          // part of the input bytes replaced
+  float learning_rate = 4e-3f;
+  float weight_decay = 1.0f;
+  float dropout = 0.15f;
+  float averaging = 0.98f;  // decay of the running mean of the weights, which is what is judged and kept
   uint64_t seed = 1;
 };
 
@@ -39,7 +39,8 @@ struct TrainingState {
   double seconds = 0;
   AdamW optimizer;
   double best_validation = std::numeric_limits<double>::infinity();
-  std::vector<float> best_weights;  // at the point with the lowest validation loss
+  std::vector<float> average;       // running mean of the weights
+  std::vector<float> best_weights;  // the average at the point with the lowest validation loss
   int64_t best_step = 0;
   double loss_sum = 0;              // since the last point, in nats
   int64_t loss_count = 0;
