@@ -16,7 +16,7 @@
 // Tile     C = 16; a block of kChunks chunks prepares keys once for all value heads, and a panel of 2 vectors of
 //          columns (K x 2 vectors: 16 KiB with AVX-512, 8 KiB with AVX2, K = 128) stays in the L1 for a block.
 // Scratch  per task (Scratch below): states of its value heads in panels, one block of keys, values, decays.
-//          K = V = 128, HV = 2H: 265 KiB.
+//          K = V = 128, HV = 2H: 247 KiB.
 // Numerics float32 with float32 state. Exponents are sums of neighbouring g, added up from the later end of the
 //          pair's earlier token, never differences of a running sum: exact after -1000, no inf - inf, and the
 //          error does not grow with the gate. Rows of a tile only read earlier rows (triangles are walked, not
@@ -25,19 +25,19 @@
 //          RMS ratio of o and states 1.5e-7 .. 3.5e-7 on random data for every gate from 0 to -inf; keys of cosine
 //          0.99 with beta up to 2: 5e-7, 1 to 1.5 times the plain float32 recurrence.
 // Traps    - GCC drops calls of a function that only prefetches; simd.h's prefetch is asm for that reason.
-//          - A token's row of [B T H K] storage is on a page of its own: without touch() page walks cost 15 %. One
+//          - A token's row of [B T H K] storage is on a page of its own: with no fetching at all, waiting for rows cost 15 %. One
 //            walk among products is not hidden (it outlasts the reorder window): fetching a whole row between
 //            tiles lost 5 %; walks in bursts, then the rest of the rows between products, won 8 %.
 //          - o is streamed where rows are aligned; plain stores lost 3 %.
-//          - U and V go through one buffer: o replaces v row by row, after the row's u is solved.
-//          - The first version computed element addresses inside the copy loops: 8 % of the time.
+//          - v and o share a buffer: o replaces v row by row, after the row's u is solved.
+//          - The first version computed element addresses inside the copy loops: 12 % of the time.
 // Measured 2 cores of an EPYC (Zen 5) under a hypervisor, B1 T4096 H16 HV32 K=V=128, float32, l2norm, gate, beta
 //          sigmoid, final state. Share: 16.1 GFLOP in the CPU time of 2 threads (the machine was shared, wall-clock
 //          times mean nothing) over the FMA peak of the same process with the same vectors; medians.
 //            AVX-512  0.82 (36 ms at 542 GFLOP/s)   with 2 MiB pages 0.87 (34.6 ms)
 //            AVX2     0.89 (65 ms at 275 GFLOP/s)   with 2 MiB pages 0.94 (63.5 ms)
-//          Predicted from counts of products and loads (13.7 GFLOP are done): 1.0; with every row in cache 0.95
-//          was seen. The rest is page walks and cache misses.
+//          Predicted from counts of products and loads (13.7 GFLOP are done): 1.0. The rest is page walks
+//          and cache misses: with q,k,v,o stored as [B H T K] it is 0.93 and 0.96.
 //          Time over that of the default: bfloat16 0.95 and 0.99, float16 0.94 and 0.96; g,beta as [B HV T] 0.98
 //          and 0.99; q,k,v,o as [B H T K] 0.88 and 0.93 (fewer pages; 0.94 and 0.97 with 2 MiB pages).
 //          t(262144) / t(4096) at H2 HV4 bfloat16: 65 and 64.
