@@ -2,7 +2,6 @@
 #include "thalweg/core/device.h"
 
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -83,8 +82,8 @@ int64_t cgroup_cpus() {
 
 int64_t usable_cpus() {
   cpu_set_t set;
-  int64_t n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
-                                                          : int64_t(std::thread::hardware_concurrency());
+  int64_t n =
+      sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : int64_t(std::thread::hardware_concurrency());
   if (int64_t quota = cgroup_cpus()) n = std::min(n, quota);
   return std::max<int64_t>(n, 1);
 }
@@ -95,9 +94,23 @@ int64_t default_threads(int64_t cpus) {
   return cpus;
 }
 
-int64_t cache_bytes(int name, int64_t otherwise) {
-  long bytes = sysconf(name);
-  return bytes > 0 ? bytes : otherwise;
+// Of the first CPU, as the kernel shows it (sysconf counts the caches of other sockets on some machines).
+int64_t cache_bytes(int wanted_level, int64_t otherwise) {
+  for (int index = 0; index < 8; ++index) {
+    auto read = [&](const char* name, char(&text)[32]) {
+      char path[96];
+      std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/%s", index, name);
+      FILE* f = std::fopen(path, "r");
+      bool ok = f && std::fgets(text, sizeof text, f);
+      if (f) std::fclose(f);
+      return ok;
+    };
+    char level[32], type[32], size[32];
+    if (!read("level", level) || !read("type", type) || !read("size", size)) continue;
+    if (std::atoi(level) == wanted_level && type[0] != 'I' && std::atoll(size) > 0)  // "48K", not of instructions
+      return std::atoll(size) * 1024;
+  }
+  return otherwise;
 }
 
 Device read_device() {
@@ -107,9 +120,9 @@ Device read_device() {
   d.isa = lowered_isa(d.isa_of_machine);
   d.num_cpus = usable_cpus();
   d.num_threads = default_threads(d.num_cpus);
-  d.l1_bytes = cache_bytes(_SC_LEVEL1_DCACHE_SIZE, 32 << 10);
-  d.l2_bytes = cache_bytes(_SC_LEVEL2_CACHE_SIZE, 512 << 10);
-  d.l3_bytes = cache_bytes(_SC_LEVEL3_CACHE_SIZE, 8 << 20);
+  d.l1_bytes = cache_bytes(1, 32 << 10);
+  d.l2_bytes = cache_bytes(2, 512 << 10);
+  d.l3_bytes = cache_bytes(3, 8 << 20);
   return d;
 }
 
@@ -117,9 +130,12 @@ Device read_device() {
 
 const char* isa_name(Isa isa) {
   switch (isa) {
-    case Isa::kPortable: return "portable";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512: return "avx512";
+    case Isa::kPortable:
+      return "portable";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
   }
   return "unknown";
 }

@@ -30,6 +30,29 @@ struct Pass {
   Problem (*check)(const Args&, const Sizes&, Binding);
   const Kernel<Problem, Args>* kernels;  // best first; the last takes anything valid
   int64_t num_kernels;
+  // Looks at the args before bind(), to give a refusal its reason; may be null.
+  void (*refuse)(const Args&) = nullptr;
+};
+
+// The caller's context with every default filled in. Throws on a context of size 0 or negative threads.
+thalweg_context full_context(const thalweg_pass& pass, const thalweg_context* ctx);
+
+// A caller's args and context with every default filled in, checked.
+template <class Problem, class Args>
+struct Checked {
+  Args args;
+  thalweg_context ctx;
+  Sizes sizes;
+  Problem problem;
+
+  Checked(const Pass<Problem, Args>& pass, const void* caller_args, const thalweg_context* caller_ctx,
+          Binding binding) {
+    full_args(*pass.info, caller_args, &args);
+    ctx = full_context(*pass.info, caller_ctx);
+    if (pass.refuse) pass.refuse(args);
+    sizes = bind(*pass.info, &args, binding);
+    problem = pass.check(args, sizes, binding);
+  }
 };
 
 struct CallFacts {  // for THALWEG_VERBOSE
@@ -41,11 +64,7 @@ struct CallFacts {  // for THALWEG_VERBOSE
 bool verbose();
 void print_call(const thalweg_pass& pass, const void* args, const Sizes& sizes, const CallFacts& facts);
 
-// The caller's context with every default filled in. Throws on a context of size 0 or negative threads.
-thalweg_context full_context(const thalweg_pass& pass, const thalweg_context* ctx);
-
-[[noreturn]] void fail_no_kernel(const thalweg_pass& pass, const char* forced, const std::string& reasons,
-                                 bool known);
+[[noreturn]] void fail_no_kernel(const thalweg_pass& pass, const char* forced, const std::string& reasons, bool known);
 // Where the workspace comes from: the caller's, checked, or the thread's arena.
 char* find_workspace(const thalweg_pass& pass, const thalweg_context& ctx, const Plan& plan);
 inline int64_t workspace_bytes(const Plan& plan) { return plan.shared_bytes + plan.num_slots * plan.slot_bytes; }
@@ -65,8 +84,8 @@ bool accepts(const Kernel<Problem, Args>& row, const Problem& problem, const Dev
 
 // The first row that takes the problem, or the forced one. Throws when none does.
 template <class Problem, class Args>
-const Kernel<Problem, Args>& select(const Pass<Problem, Args>& pass, const Problem& problem,
-                                    const Device& device, const thalweg_context& ctx, Plan* plan) {
+const Kernel<Problem, Args>& select(const Pass<Problem, Args>& pass, const Problem& problem, const Device& device,
+                                    const thalweg_context& ctx, Plan* plan) {
   for (int64_t i = 0; i < pass.num_kernels; ++i) {
     const auto& row = pass.kernels[i];
     if (ctx.kernel && std::string_view(ctx.kernel) != row.name) continue;
@@ -89,18 +108,14 @@ template <class Problem, class Args>
 thalweg_status call_pass(const Pass<Problem, Args>& pass, const void* caller_args, const thalweg_context* caller_ctx) {
   return guard([&] {
     auto start = std::chrono::steady_clock::now();
-    Args args;
-    full_args(*pass.info, caller_args, &args);
-    thalweg_context ctx = full_context(*pass.info, caller_ctx);
-    Sizes sizes = bind(*pass.info, &args, Binding::kRun);
-    Problem problem = pass.check(args, sizes, Binding::kRun);
+    Checked<Problem, Args> call(pass, caller_args, caller_ctx, Binding::kRun);
     Plan plan;
-    const auto& row = select(pass, problem, cpu_device(), ctx, &plan);
-    Exec exec{ctx.num_threads, ctx.parallel_for, ctx.pool, find_workspace(*pass.info, ctx, plan)};
-    row.run(problem, plan, args, exec);
+    const auto& row = select(pass, call.problem, cpu_device(), call.ctx, &plan);
+    char* workspace = find_workspace(*pass.info, call.ctx, plan);
+    row.run(call.problem, plan, call.args, {call.ctx.num_threads, call.ctx.parallel_for, call.ctx.pool, workspace});
     if (verbose()) {
       std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;
-      print_call(*pass.info, &args, sizes, {row.name, row.isa, ctx.num_threads, ms.count()});
+      print_call(*pass.info, &call.args, call.sizes, {row.name, row.isa, call.ctx.num_threads, ms.count()});
     }
   });
 }
@@ -110,32 +125,26 @@ thalweg_status query_workspace(const Pass<Problem, Args>& pass, const void* call
                                const thalweg_context* caller_ctx, size_t* bytes) {
   return guard([&] {
     if (!bytes) fail_field(*pass.info, "bytes", "got null, expected a place for the size");
-    Args args;
-    full_args(*pass.info, caller_args, &args);
-    thalweg_context ctx = full_context(*pass.info, caller_ctx);
-    Problem problem = pass.check(args, bind(*pass.info, &args, Binding::kQuery), Binding::kQuery);
+    Checked<Problem, Args> call(pass, caller_args, caller_ctx, Binding::kQuery);
     Plan plan;
-    select(pass, problem, cpu_device(), ctx, &plan);
+    select(pass, call.problem, cpu_device(), call.ctx, &plan);
     *bytes = size_t(workspace_bytes(plan));
   });
 }
 
 template <class Problem, class Args>
-thalweg_status explain_pass(const Pass<Problem, Args>& pass, const void* caller_args,
-                            const thalweg_context* caller_ctx, char* out, size_t capacity) {
+thalweg_status explain_pass(const Pass<Problem, Args>& pass, const void* caller_args, const thalweg_context* caller_ctx,
+                            char* out, size_t capacity) {
   return guard([&] {
-    Args args;
-    full_args(*pass.info, caller_args, &args);
-    thalweg_context ctx = full_context(*pass.info, caller_ctx);
-    Problem problem = pass.check(args, bind(*pass.info, &args, Binding::kQuery), Binding::kQuery);
+    Checked<Problem, Args> call(pass, caller_args, caller_ctx, Binding::kQuery);
     std::string text;
     bool chosen = false;
     for (int64_t i = 0; i < pass.num_kernels; ++i) {
       const auto& row = pass.kernels[i];
       Plan plan;
       std::string why;
-      bool ok = accepts(row, problem, cpu_device(), ctx.num_threads, &plan, &why);
-      bool runs = ok && !chosen && (!ctx.kernel || std::string_view(ctx.kernel) == row.name);
+      bool ok = accepts(row, call.problem, cpu_device(), call.ctx.num_threads, &plan, &why);
+      bool runs = ok && !chosen && (!call.ctx.kernel || std::string_view(call.ctx.kernel) == row.name);
       text += std::string(row.name) + ": " + (runs ? "runs" : ok ? "accepts" : why);
       if (runs) {
         text += ", workspace " + std::to_string(workspace_bytes(plan)) + " bytes (" +
@@ -155,6 +164,27 @@ const char* kernel_name_at(const Pass<Problem, Args>& pass, int64_t i, const cha
   if (i < 0 || i >= pass.num_kernels) return nullptr;
   if (isa) *isa = isa_name(pass.kernels[i].isa);
   return pass.kernels[i].name;
+}
+
+// The four functions of a pass's row in the pass table.
+template <const auto& pass>
+struct Entry {
+  static thalweg_status call(const void* args, const thalweg_context* ctx) { return call_pass(pass, args, ctx); }
+  static thalweg_status workspace(const void* args, const thalweg_context* ctx, size_t* bytes) {
+    return query_workspace(pass, args, ctx, bytes);
+  }
+  static thalweg_status explain(const void* args, const thalweg_context* ctx, char* text, size_t capacity) {
+    return explain_pass(pass, args, ctx, text, capacity);
+  }
+  static const char* kernel_at(int64_t i, const char** isa) { return kernel_name_at(pass, i, isa); }
+};
+
+// A row of the pass table: pass_row<kFwd, Args>("short_conv", "fwd", doc, kFwdFields, refused).
+template <const auto& pass, class Args, int64_t num_fields>
+constexpr thalweg_pass pass_row(const char* op, const char* name, const char* doc,
+                                const thalweg_field (&fields)[num_fields], const char* refused) {
+  using E = Entry<pass>;
+  return {op, name, doc, fields, num_fields, sizeof(Args), E::call, E::workspace, E::explain, E::kernel_at, refused};
 }
 
 }  // namespace thalweg

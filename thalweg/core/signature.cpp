@@ -2,6 +2,7 @@
 #include "thalweg/core/signature.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -32,11 +33,11 @@ int count_words(const char* list) {
   return n;
 }
 
-void shape_text(const thalweg_tensor& t, char* out, size_t capacity) {
-  size_t used = size_t(std::snprintf(out, capacity, "["));
-  for (int i = 0; i < t.rank && used < capacity; ++i)
-    used += size_t(std::snprintf(out + used, capacity - used, "%s%lld", i ? ", " : "", ll(t.shape[i])));
-  if (used < capacity) std::snprintf(out + used, capacity - used, "]");
+// "[2, 3]"; made on failure only, since texts cost more than all the checks.
+std::string shape_text(const thalweg_tensor& t) {
+  std::string text = "[";
+  for (int i = 0; i < t.rank; ++i) text += (i ? ", " : "") + std::to_string(t.shape[i]);
+  return text + "]";
 }
 
 const thalweg_field* find_field(const thalweg_pass& pass, const char* name) {
@@ -52,8 +53,7 @@ void check_dtype(const thalweg_pass& pass, const thalweg_field& field, const voi
     if (present(source) && t.dtype != source.dtype)
       fail_field(pass, field.name, "dtype, got %s, expected %s (from %s)", thalweg_dtype_name(t.dtype),
                  thalweg_dtype_name(source.dtype), source_name);
-    if (!present(source))
-      fail_field(pass, field.name, "needs %s, got %s without it", source_name, field.name);
+    if (!present(source)) fail_field(pass, field.name, "needs %s, got %s without it", source_name, field.name);
     return;
   }
   const char *at = field.dtypes, *word;
@@ -65,8 +65,6 @@ void check_dtype(const thalweg_pass& pass, const thalweg_field& field, const voi
 }
 
 void check_sizes(const thalweg_pass& pass, const thalweg_field& field, const thalweg_tensor& t, Sizes& sizes) {
-  char shape[128];
-  shape_text(t, shape, sizeof shape);
   const char *at = field.dims, *word;
   size_t length;
   int64_t bytes = int64_t(thalweg_dtype_bytes(t.dtype));
@@ -81,15 +79,16 @@ void check_sizes(const thalweg_pass& pass, const thalweg_field& field, const tha
     int64_t got = t.shape[axis];
     if (got < extra)
       fail_field(pass, field.name, "%s%s, got %lld in %s, expected at least %lld", name, extra ? "+1" : "", ll(got),
-                 shape, ll(extra));
-    if (got > 0 && bytes > kMaxBytes / got) fail_field(pass, field.name, "shape, got %s, expected fewer than 2^62 bytes", shape);
+                 shape_text(t).c_str(), ll(extra));
+    if (got > 0 && bytes > kMaxBytes / got)
+      fail_field(pass, field.name, "shape, got %s, expected fewer than 2^62 bytes", shape_text(t).c_str());
     if (got > 0) bytes *= got;
     const Sizes::Entry* known = sizes.find(name);
     if (!known)
       sizes.set(name, std::strlen(name), got - extra, field.name);
     else if (known->value != got - extra)
       fail_field(pass, field.name, "%s%s, got %lld in %s, expected %lld (from %s)", name, extra ? "+1" : "", ll(got),
-                 shape, ll(known->value + extra), known->from);
+                 shape_text(t).c_str(), ll(known->value + extra), known->from);
   }
 }
 
@@ -117,8 +116,8 @@ void check_strides(const thalweg_pass& pass, const thalweg_field& field, const t
   if (field.layout == THALWEG_ROWS && !unit(t.rank - 1))
     fail_field(pass, field.name, "stride of the last axis, got %lld, expected 1", ll(t.stride[t.rank - 1]));
   if (field.layout == THALWEG_STATE && !unit(t.rank - 1) && !unit(t.rank - 2))
-    fail_field(pass, field.name, "strides of the last two axes, got %lld and %lld, expected a 1", ll(t.stride[t.rank - 2]),
-               ll(t.stride[t.rank - 1]));
+    fail_field(pass, field.name, "strides of the last two axes, got %lld and %lld, expected a 1",
+               ll(t.stride[t.rank - 2]), ll(t.stride[t.rank - 1]));
   for (int i = 0; i < t.rank; ++i) {
     int64_t span = t.shape[i] > 1 ? t.stride[i] : 0;
     if (span > kMaxBytes / 16 / t.shape[i] || span < -(kMaxBytes / 16 / t.shape[i]))
@@ -131,17 +130,16 @@ void check_strides(const thalweg_pass& pass, const thalweg_field& field, const t
   for (int i = 0; i < n; ++i) {
     int64_t stride = t.stride[axes[i]];
     if (stride < reach)
-      fail_field(pass, field.name, "stride of axis %d, got %lld, expected at least %lld (an output must not overlap itself)",
-                 axes[i], ll(stride), ll(reach));
+      fail_field(pass, field.name,
+                 "stride of axis %d, got %lld, expected at least %lld (an output must not overlap itself)", axes[i],
+                 ll(stride), ll(reach));
     reach = stride * (t.shape[axes[i]] - 1) + reach;
   }
 }
 
 void check_data(const thalweg_pass& pass, const thalweg_field& field, const thalweg_tensor& t) {
   if (is_empty(t)) return;
-  char shape[128];
-  shape_text(t, shape, sizeof shape);
-  if (!t.data) fail_field(pass, field.name, "data, got null, expected %s elements", shape);
+  if (!t.data) fail_field(pass, field.name, "data, got null, expected %s elements", shape_text(t).c_str());
   size_t bytes = thalweg_dtype_bytes(t.dtype);
   if (reinterpret_cast<uintptr_t>(t.data) % bytes != 0)
     fail_field(pass, field.name, "data, got address %p, expected a multiple of %zu", t.data, bytes);
@@ -152,7 +150,8 @@ struct Range {
 };
 
 Range byte_range(const thalweg_tensor& t) {
-  intptr_t bytes = intptr_t(thalweg_dtype_bytes(t.dtype)), begin = reinterpret_cast<intptr_t>(t.data), end = begin + bytes;
+  intptr_t bytes = intptr_t(thalweg_dtype_bytes(t.dtype)), begin = reinterpret_cast<intptr_t>(t.data),
+           end = begin + bytes;
   for (int i = 0; i < t.rank; ++i) {
     intptr_t reach = (t.shape[i] - 1) * t.stride[i] * bytes;
     (reach < 0 ? begin : end) += reach;
@@ -216,11 +215,9 @@ void check_tensor(const thalweg_pass& pass, const thalweg_field& field, const vo
   }
   int rank = count_words(field.dims);
   if (t.rank != rank) {
-    char shape[128];
     if (t.rank < 0 || t.rank > THALWEG_MAX_RANK)
       fail_field(pass, field.name, "rank, got %d, expected %d for [%s]", t.rank, rank, field.dims);
-    shape_text(t, shape, sizeof shape);
-    fail_field(pass, field.name, "shape, got %s, expected [%s]", shape, field.dims);
+    fail_field(pass, field.name, "shape, got %s, expected [%s]", shape_text(t).c_str(), field.dims);
   }
   if (t.device_type != 0 && t.device_type != THALWEG_CPU)
     fail_field(pass, field.name, "device, got type %d, expected the CPU (%d)", t.device_type, int(THALWEG_CPU));
@@ -281,16 +278,18 @@ int64_t Sizes::operator[](const char* name) const {
 }
 
 const Sizes::Entry* Sizes::find(const char* name) const {
+  char key[4] = "";  // compared as one word: bind() looks up every axis of every call
+  for (int i = 0; i < 4 && name[i]; ++i) key[i] = name[i];
   for (int i = 0; i < count_; ++i)
-    if (!std::strcmp(entries_[i].name, name)) return &entries_[i];
+    if (std::bit_cast<uint32_t>(entries_[i].name) == std::bit_cast<uint32_t>(key)) return &entries_[i];
   return nullptr;
 }
 
 void Sizes::set(const char* name, size_t length, int64_t value, const char* from) {
   if (count_ == 16 || length > 3) fail(THALWEG_INTERNAL, "field table: more than 16 sizes, or a name longer than 3");
   Entry& entry = entries_[count_++];
+  std::memset(entry.name, 0, sizeof entry.name);
   std::memcpy(entry.name, name, length);
-  entry.name[length] = '\0';
   entry.value = value;
   entry.from = from;
 }
@@ -328,19 +327,23 @@ void full_args(const thalweg_pass& pass, const void* args, void* full) {
   if (!args) fail_field(pass, "args", "got null, expected a struct");
   size_t size;
   std::memcpy(&size, args, sizeof size);
-  if (size < sizeof size) fail_field(pass, "args", "size, got %zu, expected sizeof the struct = %zu", size, pass.args_size);
+  if (size < sizeof size)
+    fail_field(pass, "args", "size, got %zu, expected sizeof the struct = %zu", size, pass.args_size);
   std::memset(full, 0, pass.args_size);
   std::memcpy(full, args, std::min(size, pass.args_size));
   std::memcpy(full, &pass.args_size, sizeof size);
   const char* bytes = static_cast<const char*>(args);
   for (size_t i = pass.args_size; i < size; ++i)  // a newer caller's fields, which this library does not know
-    if (bytes[i]) fail_field(pass, "args", "size, got %zu with a field set past %zu, expected a library as new as the header", size, pass.args_size);
+    if (bytes[i])
+      fail_field(pass, "args", "size, got %zu with a field set past %zu, expected a library as new as the header", size,
+                 pass.args_size);
 }
 
 std::string case_text(const thalweg_pass& pass, const void* args, const Sizes& sizes) {
   thalweg_dtype main = tensor_at(args, pass.fields[0]).dtype;
   std::string text = std::string(pass.op) + "." + pass.name + ":" + thalweg_dtype_name(main);
-  for (int i = 0; i < sizes.count(); ++i) text += std::string(",") + sizes.at(i).name + std::to_string(sizes.at(i).value);
+  for (int i = 0; i < sizes.count(); ++i)
+    text += std::string(",") + sizes.at(i).name + std::to_string(sizes.at(i).value);
   for (int64_t i = 0; i < pass.num_fields; ++i) {
     const thalweg_field& field = pass.fields[i];
     char number[40];
@@ -368,10 +371,13 @@ int64_t check_sequences(const thalweg_pass& pass, const Sizes& sizes, const thal
       fail_field(pass, N->from, "N, got %lld, expected %lld (from %s: B)", ll(N->value), ll(B), sizes.find("B")->from);
     return B;
   }
-  if (B != 1) fail_field(pass, "cu_seqlens", "got packed sequences with B = %lld, expected B = 1 (from %s)", ll(B), sizes.find("B")->from);
+  if (B != 1)
+    fail_field(pass, "cu_seqlens", "got packed sequences with B = %lld, expected B = 1 (from %s)", ll(B),
+               sizes.find("B")->from);
   int64_t N = cu_seqlens.shape[0] - 1;
   if (binding == Binding::kQuery) return N;
-  if (int_at(cu_seqlens, 0) != 0) fail_field(pass, "cu_seqlens", "element 0, got %lld, expected 0", ll(int_at(cu_seqlens, 0)));
+  if (int_at(cu_seqlens, 0) != 0)
+    fail_field(pass, "cu_seqlens", "element 0, got %lld, expected 0", ll(int_at(cu_seqlens, 0)));
   for (int64_t n = 0; n < N; ++n)
     if (int_at(cu_seqlens, n + 1) < int_at(cu_seqlens, n))
       fail_field(pass, "cu_seqlens", "element %lld, got %lld, expected at least %lld (element %lld)", ll(n + 1),
@@ -384,19 +390,21 @@ int64_t check_sequences(const thalweg_pass& pass, const Sizes& sizes, const thal
 
 void check_slots(const thalweg_pass& pass, int64_t N, int64_t T, int64_t M, const thalweg_tensor& read_slots,
                  const thalweg_tensor& write_slots, Binding binding) {
-  if (!present(read_slots) && N > M) fail_field(pass, "state", "M, got %lld, expected at least N = %lld without read_slots", ll(M), ll(N));
+  if (!present(read_slots) && N > M)
+    fail_field(pass, "state", "M, got %lld, expected at least N = %lld without read_slots", ll(M), ll(N));
   if (binding == Binding::kQuery || (!present(read_slots) && !present(write_slots)) || N == 0) return;
   auto* uses = static_cast<SlotUse*>(thread_arena(size_t(N) * size_t(T + 2) * sizeof(SlotUse)));
   int64_t count = 0;
   for (int64_t n = 0; n < N; ++n) {
     int64_t read = present(read_slots) ? int_at(read_slots, n) : n;
     if (read < -1 || read >= M)
-      fail_field(pass, "read_slots", "element %lld, got %lld, expected -1 to %lld (from state)", ll(n), ll(read), ll(M - 1));
+      fail_field(pass, "read_slots", "element %lld, got %lld, expected -1 to %lld (from state)", ll(n), ll(read),
+                 ll(M - 1));
     for (int64_t t = 0; t < T && present(write_slots); ++t) {
       int64_t write = int_at(write_slots, n, t);
       if (write < -1 || write >= M)
-        fail_field(pass, "write_slots", "element (%lld, %lld), got %lld, expected -1 to %lld (from state)", ll(n), ll(t),
-                   ll(write), ll(M - 1));
+        fail_field(pass, "write_slots", "element (%lld, %lld), got %lld, expected -1 to %lld (from state)", ll(n),
+                   ll(t), ll(write), ll(M - 1));
       if (read >= 0 && write >= 0) uses[count++] = {write, n, true};
     }
     if (read < 0) continue;
@@ -414,7 +422,8 @@ void check_slots(const thalweg_pass& pass, int64_t N, int64_t T, int64_t M, cons
         fail_field(pass, name, "slot %lld, got two writes (sequences %lld and %lld), expected one", ll(uses[i].slot),
                    ll(uses[i].sequence), ll(uses[j].sequence));
       if (uses[j].sequence != uses[i].sequence)
-        fail_field(pass, name, "slot %lld, got a write by sequence %lld and a read by sequence %lld, expected the same sequence",
+        fail_field(pass, name,
+                   "slot %lld, got a write by sequence %lld and a read by sequence %lld, expected the same sequence",
                    ll(uses[i].slot), ll(uses[i].sequence), ll(uses[j].sequence));
     }
   }

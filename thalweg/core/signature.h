@@ -14,7 +14,7 @@ namespace thalweg {
 class Sizes {
  public:
   struct Entry {
-    char name[4];
+    char name[4];  // at most 3 letters, filled with 0
     int64_t value;
     const char* from;  // the argument that set it
   };
@@ -29,6 +29,18 @@ class Sizes {
   Entry entries_[16];
   int count_ = 0;
 };
+
+// Rows of field tables.
+constexpr thalweg_field tensor_field(const char* name, thalweg_role role, size_t offset, bool optional, const char* dims,
+                                     const char* dtypes, thalweg_layout layout, const char* doc) {
+  return {name, THALWEG_TENSOR, role, uint32_t(offset), optional, dims, dtypes, layout, nullptr, doc};
+}
+constexpr thalweg_field option_field(const char* name, thalweg_kind kind, size_t offset, const char* doc,
+                                     const char* choices = nullptr) {
+  return {name, kind, THALWEG_OPTION, uint32_t(offset), 1, nullptr, nullptr, THALWEG_ANY, choices, doc};
+}
+inline constexpr const char* kFloats = "f64 f32 bf16 f16";
+inline constexpr const char* kInts = "i32 i64";
 
 inline const thalweg_tensor& tensor_at(const void* args, const thalweg_field& field) {
   return *reinterpret_cast<const thalweg_tensor*>(static_cast<const char*>(args) + field.offset);

@@ -103,7 +103,7 @@ struct Roofs::Buffer {
 Roofs::Roofs(Isa isa, int64_t threads, double scale_bytes, bool cold)
     : isa_(isa), isa_name_(isa_name(isa)), threads_(threads) {
   scale_bytes_ = std::max<size_t>(size_t(scale_bytes) / 64 * 64, 64 * size_t(threads));
-  scale_copies_ = cold ? 2 * caches().last() / int64_t(scale_bytes_) + 1 : 1;
+  scale_copies_ = cold ? 2 * last_cache_bytes() / int64_t(scale_bytes_) + 1 : 1;
 }
 Roofs::~Roofs() = default;
 
@@ -125,7 +125,7 @@ void Roofs::sample_fma() {
 
 void Roofs::sample_copy() {
   RoofKernels kernels = kernels_of(isa_);
-  size_t bytes = size_t(4 * caches().last());
+  size_t bytes = size_t(4 * last_cache_bytes());
   if (!from_) {
     from_ = std::make_unique<Buffer>(bytes);
     to_ = std::make_unique<Buffer>(bytes);
@@ -175,7 +175,7 @@ bool roof_isa(Isa kernel, Isa* isa) {
 
 Runner::Runner(const testing::Case& c, bool cold) : case_(c) {
   double bytes = std::max(1.0, testing::spec_of(*c.pass).work(c).bytes);
-  int64_t copies = cold ? std::max<int64_t>(1, int64_t(std::ceil(2.0 * double(caches().last()) / bytes))) : 1;
+  int64_t copies = cold ? std::max<int64_t>(1, int64_t(std::ceil(2.0 * double(last_cache_bytes()) / bytes))) : 1;
   copies = std::min<int64_t>(copies, 1024);  // each tensor takes a few mappings
   for (int64_t i = 0; i < copies; ++i) {
     testing::Case one = c;

@@ -55,11 +55,8 @@ void lower_isa(const std::string& isa);
 
 // Data caches of one core, in bytes, as the kernel shows them: some C libraries report the sum over a
 // host's chips as the last level. Falls back to the library's figures.
-struct Caches {
-  int64_t l1 = 0, l2 = 0, l3 = 0;
-  int64_t last() const;  // the largest, 1 MiB at least
-};
-const Caches& caches();
+// Of the last level; 1 MiB at least.
+int64_t last_cache_bytes();
 // "12.3 us", "4.56 ms"
 std::string time_text(double us);
 

@@ -23,18 +23,7 @@ using Bwd = thalweg_gated_delta_rule_bwd_args;
 using Decode = thalweg_gated_delta_rule_decode_args;
 
 constexpr int64_t kMaxHeadDim = 512;
-constexpr const char* kFloats = "f64 f32 bf16 f16";
-constexpr const char* kInts = "i32 i64";
-
 // ---- Field tables ----
-
-constexpr thalweg_field tensor(const char* name, thalweg_role role, size_t offset, bool optional, const char* dims,
-                               const char* dtypes, thalweg_layout layout, const char* doc) {
-  return {name, THALWEG_TENSOR, role, uint32_t(offset), optional, dims, dtypes, layout, nullptr, doc};
-}
-constexpr thalweg_field option(const char* name, thalweg_kind kind, size_t offset, const char* doc) {
-  return {name, kind, THALWEG_OPTION, uint32_t(offset), 1, nullptr, nullptr, THALWEG_ANY, nullptr, doc};
-}
 
 constexpr const char* kDocG = "log decay, natural logarithm, meant <= 0; absent: 0; with use_gate the raw gate";
 constexpr const char* kDocBeta = "write strength; absent: 1; with use_beta_sigmoid its logit";
@@ -49,83 +38,87 @@ constexpr const char* kDocSigmoid = "1: beta <- sigmoid(beta)";
 constexpr const char* kDocNeg = "1: beta <- 2 sigmoid(beta); needs use_beta_sigmoid";
 
 constexpr thalweg_field kFwdFields[] = {
-    tensor("q", THALWEG_IN, offsetof(Fwd, q), false, "B T H K", kFloats, THALWEG_ROWS, "queries"),
-    tensor("k", THALWEG_IN, offsetof(Fwd, k), false, "B T H K", "=q", THALWEG_ROWS, "keys"),
-    tensor("v", THALWEG_IN, offsetof(Fwd, v), false, "B T HV V", "=q", THALWEG_ROWS,
-           "values; value head hv reads key head hv / (HV / H)"),
-    tensor("g", THALWEG_IN, offsetof(Fwd, g), true, "B T HV", kFloats, THALWEG_ANY, kDocG),
-    tensor("beta", THALWEG_IN, offsetof(Fwd, beta), true, "B T HV", kFloats, THALWEG_ANY, kDocBeta),
-    tensor("A_log", THALWEG_IN, offsetof(Fwd, A_log), true, "HV", kFloats, THALWEG_ROWS, kDocALog),
-    tensor("dt_bias", THALWEG_IN, offsetof(Fwd, dt_bias), true, "HV", kFloats, THALWEG_ROWS, kDocDtBias),
-    tensor("initial_state", THALWEG_IN, offsetof(Fwd, initial_state), true, "N HV K V", kFloats, THALWEG_STATE,
-           kDocInitial),
-    tensor("cu_seqlens", THALWEG_IN, offsetof(Fwd, cu_seqlens), true, "N+1", kInts, THALWEG_ROWS, kDocCu),
-    tensor("o", THALWEG_OUT, offsetof(Fwd, o), false, "B T HV V", "=q", THALWEG_ROWS, "scale S^T q of every token"),
-    tensor("final_state", THALWEG_OUT, offsetof(Fwd, final_state), true, "N HV K V", kFloats, THALWEG_STATE,
-           "state after the last token"),
-    tensor("chunk_states", THALWEG_OUT, offsetof(Fwd, chunk_states), true, "R HV K V", kFloats, THALWEG_STATE,
-           "state before every every-th token; R = B*T/every + N, row start/every + n + c"),
-    option("scale", THALWEG_REAL, offsetof(Fwd, scale), kDocScale),
-    option("every", THALWEG_COUNT, offsetof(Fwd, every), "tokens between chunk_states; 0: 64"),
-    option("use_qk_l2norm", THALWEG_FLAG, offsetof(Fwd, use_qk_l2norm), kDocL2norm),
-    option("use_gate", THALWEG_FLAG, offsetof(Fwd, use_gate), kDocGate),
-    option("use_beta_sigmoid", THALWEG_FLAG, offsetof(Fwd, use_beta_sigmoid), kDocSigmoid),
-    option("allow_neg_eigval", THALWEG_FLAG, offsetof(Fwd, allow_neg_eigval), kDocNeg),
+    tensor_field("q", THALWEG_IN, offsetof(Fwd, q), false, "B T H K", kFloats, THALWEG_ROWS, "queries"),
+    tensor_field("k", THALWEG_IN, offsetof(Fwd, k), false, "B T H K", "=q", THALWEG_ROWS, "keys"),
+    tensor_field("v", THALWEG_IN, offsetof(Fwd, v), false, "B T HV V", "=q", THALWEG_ROWS,
+                 "values; value head hv reads key head hv / (HV / H)"),
+    tensor_field("g", THALWEG_IN, offsetof(Fwd, g), true, "B T HV", kFloats, THALWEG_ANY, kDocG),
+    tensor_field("beta", THALWEG_IN, offsetof(Fwd, beta), true, "B T HV", kFloats, THALWEG_ANY, kDocBeta),
+    tensor_field("A_log", THALWEG_IN, offsetof(Fwd, A_log), true, "HV", kFloats, THALWEG_ROWS, kDocALog),
+    tensor_field("dt_bias", THALWEG_IN, offsetof(Fwd, dt_bias), true, "HV", kFloats, THALWEG_ROWS, kDocDtBias),
+    tensor_field("initial_state", THALWEG_IN, offsetof(Fwd, initial_state), true, "N HV K V", kFloats, THALWEG_STATE,
+                 kDocInitial),
+    tensor_field("cu_seqlens", THALWEG_IN, offsetof(Fwd, cu_seqlens), true, "N+1", kInts, THALWEG_ROWS, kDocCu),
+    tensor_field("o", THALWEG_OUT, offsetof(Fwd, o), false, "B T HV V", "=q", THALWEG_ROWS,
+                 "scale S^T q of every token"),
+    tensor_field("final_state", THALWEG_OUT, offsetof(Fwd, final_state), true, "N HV K V", kFloats, THALWEG_STATE,
+                 "state after the last token"),
+    tensor_field("chunk_states", THALWEG_OUT, offsetof(Fwd, chunk_states), true, "R HV K V", kFloats, THALWEG_STATE,
+                 "state before every every-th token; R = B*T/every + N, row start/every + n + c"),
+    option_field("scale", THALWEG_REAL, offsetof(Fwd, scale), kDocScale),
+    option_field("every", THALWEG_COUNT, offsetof(Fwd, every), "tokens between chunk_states; 0: 64"),
+    option_field("use_qk_l2norm", THALWEG_FLAG, offsetof(Fwd, use_qk_l2norm), kDocL2norm),
+    option_field("use_gate", THALWEG_FLAG, offsetof(Fwd, use_gate), kDocGate),
+    option_field("use_beta_sigmoid", THALWEG_FLAG, offsetof(Fwd, use_beta_sigmoid), kDocSigmoid),
+    option_field("allow_neg_eigval", THALWEG_FLAG, offsetof(Fwd, allow_neg_eigval), kDocNeg),
 };
 
 constexpr thalweg_field kBwdFields[] = {
-    tensor("q", THALWEG_IN, offsetof(Bwd, q), false, "B T H K", kFloats, THALWEG_ROWS, "queries"),
-    tensor("k", THALWEG_IN, offsetof(Bwd, k), false, "B T H K", "=q", THALWEG_ROWS, "keys"),
-    tensor("v", THALWEG_IN, offsetof(Bwd, v), false, "B T HV V", "=q", THALWEG_ROWS, "values"),
-    tensor("g", THALWEG_IN, offsetof(Bwd, g), true, "B T HV", kFloats, THALWEG_ANY, kDocG),
-    tensor("beta", THALWEG_IN, offsetof(Bwd, beta), true, "B T HV", kFloats, THALWEG_ANY, kDocBeta),
-    tensor("A_log", THALWEG_IN, offsetof(Bwd, A_log), true, "HV", kFloats, THALWEG_ROWS, kDocALog),
-    tensor("dt_bias", THALWEG_IN, offsetof(Bwd, dt_bias), true, "HV", kFloats, THALWEG_ROWS, kDocDtBias),
-    tensor("initial_state", THALWEG_IN, offsetof(Bwd, initial_state), true, "N HV K V", kFloats, THALWEG_STATE,
-           kDocInitial),
-    tensor("cu_seqlens", THALWEG_IN, offsetof(Bwd, cu_seqlens), true, "N+1", kInts, THALWEG_ROWS, kDocCu),
-    tensor("d_o", THALWEG_IN, offsetof(Bwd, d_o), true, "B T HV V", "=q", THALWEG_ROWS, "gradient of o; absent: 0"),
-    tensor("d_final_state", THALWEG_IN, offsetof(Bwd, d_final_state), true, "N HV K V", kFloats, THALWEG_STATE,
-           "gradient of final_state; absent: 0"),
-    tensor("d_q", THALWEG_OUT, offsetof(Bwd, d_q), true, "B T H K", "=q", THALWEG_ROWS, "gradient of q"),
-    tensor("d_k", THALWEG_OUT, offsetof(Bwd, d_k), true, "B T H K", "=q", THALWEG_ROWS, "gradient of k"),
-    tensor("d_v", THALWEG_OUT, offsetof(Bwd, d_v), true, "B T HV V", "=q", THALWEG_ROWS, "gradient of v"),
-    tensor("d_g", THALWEG_OUT, offsetof(Bwd, d_g), true, "B T HV", "=g", THALWEG_ANY,
-           "gradient of g as given (raw with use_gate)"),
-    tensor("d_beta", THALWEG_OUT, offsetof(Bwd, d_beta), true, "B T HV", "=beta", THALWEG_ANY,
-           "gradient of beta as given (logits with use_beta_sigmoid)"),
-    tensor("d_A_log", THALWEG_OUT, offsetof(Bwd, d_A_log), true, "HV", "=A_log", THALWEG_ROWS, "gradient of A_log"),
-    tensor("d_dt_bias", THALWEG_OUT, offsetof(Bwd, d_dt_bias), true, "HV", "=dt_bias", THALWEG_ROWS,
-           "gradient of dt_bias"),
-    tensor("d_initial_state", THALWEG_OUT, offsetof(Bwd, d_initial_state), true, "N HV K V", kFloats, THALWEG_STATE,
-           "gradient of initial_state, which may be absent"),
-    option("scale", THALWEG_REAL, offsetof(Bwd, scale), kDocScale),
-    option("use_qk_l2norm", THALWEG_FLAG, offsetof(Bwd, use_qk_l2norm), kDocL2norm),
-    option("use_gate", THALWEG_FLAG, offsetof(Bwd, use_gate), kDocGate),
-    option("use_beta_sigmoid", THALWEG_FLAG, offsetof(Bwd, use_beta_sigmoid), kDocSigmoid),
-    option("allow_neg_eigval", THALWEG_FLAG, offsetof(Bwd, allow_neg_eigval), kDocNeg),
+    tensor_field("q", THALWEG_IN, offsetof(Bwd, q), false, "B T H K", kFloats, THALWEG_ROWS, "queries"),
+    tensor_field("k", THALWEG_IN, offsetof(Bwd, k), false, "B T H K", "=q", THALWEG_ROWS, "keys"),
+    tensor_field("v", THALWEG_IN, offsetof(Bwd, v), false, "B T HV V", "=q", THALWEG_ROWS, "values"),
+    tensor_field("g", THALWEG_IN, offsetof(Bwd, g), true, "B T HV", kFloats, THALWEG_ANY, kDocG),
+    tensor_field("beta", THALWEG_IN, offsetof(Bwd, beta), true, "B T HV", kFloats, THALWEG_ANY, kDocBeta),
+    tensor_field("A_log", THALWEG_IN, offsetof(Bwd, A_log), true, "HV", kFloats, THALWEG_ROWS, kDocALog),
+    tensor_field("dt_bias", THALWEG_IN, offsetof(Bwd, dt_bias), true, "HV", kFloats, THALWEG_ROWS, kDocDtBias),
+    tensor_field("initial_state", THALWEG_IN, offsetof(Bwd, initial_state), true, "N HV K V", kFloats, THALWEG_STATE,
+                 kDocInitial),
+    tensor_field("cu_seqlens", THALWEG_IN, offsetof(Bwd, cu_seqlens), true, "N+1", kInts, THALWEG_ROWS, kDocCu),
+    tensor_field("d_o", THALWEG_IN, offsetof(Bwd, d_o), true, "B T HV V", "=q", THALWEG_ROWS,
+                 "gradient of o; absent: 0"),
+    tensor_field("d_final_state", THALWEG_IN, offsetof(Bwd, d_final_state), true, "N HV K V", kFloats, THALWEG_STATE,
+                 "gradient of final_state; absent: 0"),
+    tensor_field("d_q", THALWEG_OUT, offsetof(Bwd, d_q), true, "B T H K", "=q", THALWEG_ROWS, "gradient of q"),
+    tensor_field("d_k", THALWEG_OUT, offsetof(Bwd, d_k), true, "B T H K", "=q", THALWEG_ROWS, "gradient of k"),
+    tensor_field("d_v", THALWEG_OUT, offsetof(Bwd, d_v), true, "B T HV V", "=q", THALWEG_ROWS, "gradient of v"),
+    tensor_field("d_g", THALWEG_OUT, offsetof(Bwd, d_g), true, "B T HV", "=g", THALWEG_ANY,
+                 "gradient of g as given (raw with use_gate)"),
+    tensor_field("d_beta", THALWEG_OUT, offsetof(Bwd, d_beta), true, "B T HV", "=beta", THALWEG_ANY,
+                 "gradient of beta as given (logits with use_beta_sigmoid)"),
+    tensor_field("d_A_log", THALWEG_OUT, offsetof(Bwd, d_A_log), true, "HV", "=A_log", THALWEG_ROWS,
+                 "gradient of A_log"),
+    tensor_field("d_dt_bias", THALWEG_OUT, offsetof(Bwd, d_dt_bias), true, "HV", "=dt_bias", THALWEG_ROWS,
+                 "gradient of dt_bias"),
+    tensor_field("d_initial_state", THALWEG_OUT, offsetof(Bwd, d_initial_state), true, "N HV K V", kFloats,
+                 THALWEG_STATE, "gradient of initial_state, which may be absent"),
+    option_field("scale", THALWEG_REAL, offsetof(Bwd, scale), kDocScale),
+    option_field("use_qk_l2norm", THALWEG_FLAG, offsetof(Bwd, use_qk_l2norm), kDocL2norm),
+    option_field("use_gate", THALWEG_FLAG, offsetof(Bwd, use_gate), kDocGate),
+    option_field("use_beta_sigmoid", THALWEG_FLAG, offsetof(Bwd, use_beta_sigmoid), kDocSigmoid),
+    option_field("allow_neg_eigval", THALWEG_FLAG, offsetof(Bwd, allow_neg_eigval), kDocNeg),
 };
 
 constexpr thalweg_field kDecodeFields[] = {
-    tensor("q", THALWEG_IN, offsetof(Decode, q), false, "N T H K", kFloats, THALWEG_ROWS, "queries"),
-    tensor("k", THALWEG_IN, offsetof(Decode, k), false, "N T H K", "=q", THALWEG_ROWS, "keys"),
-    tensor("v", THALWEG_IN, offsetof(Decode, v), false, "N T HV V", "=q", THALWEG_ROWS, "values"),
-    tensor("g", THALWEG_IN, offsetof(Decode, g), true, "N T HV", kFloats, THALWEG_ANY, kDocG),
-    tensor("beta", THALWEG_IN, offsetof(Decode, beta), true, "N T HV", kFloats, THALWEG_ANY, kDocBeta),
-    tensor("A_log", THALWEG_IN, offsetof(Decode, A_log), true, "HV", kFloats, THALWEG_ROWS, kDocALog),
-    tensor("dt_bias", THALWEG_IN, offsetof(Decode, dt_bias), true, "HV", kFloats, THALWEG_ROWS, kDocDtBias),
-    tensor("state", THALWEG_INOUT, offsetof(Decode, state), false, "M HV K V", kFloats, THALWEG_STATE,
-           "pool of states, read and written"),
-    tensor("read_slots", THALWEG_IN, offsetof(Decode, read_slots), true, "N", kInts, THALWEG_ROWS,
-           "slot each sequence starts from; -1: padding row, its o is 0 and nothing is written; absent: n"),
-    tensor("write_slots", THALWEG_IN, offsetof(Decode, write_slots), true, "N T", kInts, THALWEG_ROWS,
-           "slot for the state after token t, -1: not kept; absent: the slot read, after the last token"),
-    tensor("o", THALWEG_OUT, offsetof(Decode, o), false, "N T HV V", "=q", THALWEG_ROWS, "scale S^T q of every token"),
-    option("scale", THALWEG_REAL, offsetof(Decode, scale), kDocScale),
-    option("use_qk_l2norm", THALWEG_FLAG, offsetof(Decode, use_qk_l2norm), kDocL2norm),
-    option("use_gate", THALWEG_FLAG, offsetof(Decode, use_gate), kDocGate),
-    option("use_beta_sigmoid", THALWEG_FLAG, offsetof(Decode, use_beta_sigmoid), kDocSigmoid),
-    option("allow_neg_eigval", THALWEG_FLAG, offsetof(Decode, allow_neg_eigval), kDocNeg),
+    tensor_field("q", THALWEG_IN, offsetof(Decode, q), false, "N T H K", kFloats, THALWEG_ROWS, "queries"),
+    tensor_field("k", THALWEG_IN, offsetof(Decode, k), false, "N T H K", "=q", THALWEG_ROWS, "keys"),
+    tensor_field("v", THALWEG_IN, offsetof(Decode, v), false, "N T HV V", "=q", THALWEG_ROWS, "values"),
+    tensor_field("g", THALWEG_IN, offsetof(Decode, g), true, "N T HV", kFloats, THALWEG_ANY, kDocG),
+    tensor_field("beta", THALWEG_IN, offsetof(Decode, beta), true, "N T HV", kFloats, THALWEG_ANY, kDocBeta),
+    tensor_field("A_log", THALWEG_IN, offsetof(Decode, A_log), true, "HV", kFloats, THALWEG_ROWS, kDocALog),
+    tensor_field("dt_bias", THALWEG_IN, offsetof(Decode, dt_bias), true, "HV", kFloats, THALWEG_ROWS, kDocDtBias),
+    tensor_field("state", THALWEG_INOUT, offsetof(Decode, state), false, "M HV K V", kFloats, THALWEG_STATE,
+                 "pool of states, read and written"),
+    tensor_field("read_slots", THALWEG_IN, offsetof(Decode, read_slots), true, "N", kInts, THALWEG_ROWS,
+                 "slot each sequence starts from; -1: padding row, its o is 0 and nothing is written; absent: n"),
+    tensor_field("write_slots", THALWEG_IN, offsetof(Decode, write_slots), true, "N T", kInts, THALWEG_ROWS,
+                 "slot for the state after token t, -1: not kept; absent: the slot read, after the last token"),
+    tensor_field("o", THALWEG_OUT, offsetof(Decode, o), false, "N T HV V", "=q", THALWEG_ROWS,
+                 "scale S^T q of every token"),
+    option_field("scale", THALWEG_REAL, offsetof(Decode, scale), kDocScale),
+    option_field("use_qk_l2norm", THALWEG_FLAG, offsetof(Decode, use_qk_l2norm), kDocL2norm),
+    option_field("use_gate", THALWEG_FLAG, offsetof(Decode, use_gate), kDocGate),
+    option_field("use_beta_sigmoid", THALWEG_FLAG, offsetof(Decode, use_beta_sigmoid), kDocSigmoid),
+    option_field("allow_neg_eigval", THALWEG_FLAG, offsetof(Decode, allow_neg_eigval), kDocNeg),
 };
 
 constexpr const char* kRefused =
@@ -136,9 +129,11 @@ constexpr const char* kRefused =
 
 // ---- What the tables cannot say ----
 
+extern const thalweg_pass kFwdInfo, kBwdInfo, kDecodeInfo;
+
 // Per-channel g and beta fail on their rank in bind(); here they get their reason.
-template <class Args>
-void refuse_per_channel(const thalweg_pass& pass, const Args& a) {
+template <class Args, const thalweg_pass& pass>
+void refuse_per_channel(const Args& a) {
   if (present(a.g) && a.g.rank == 4)
     fail_field(pass, "g", "rank, got 4, expected 3 (a decay per key or value channel (gk, gv) is refused)");
   if (present(a.beta) && a.beta.rank == 4)
@@ -150,13 +145,11 @@ void check_options(const thalweg_pass& pass, const Args& a) {
   if (!std::isfinite(a.scale)) fail_field(pass, "scale", "got %g, expected a finite number", a.scale);
   if (a.allow_neg_eigval && !a.use_beta_sigmoid)
     fail_field(pass, "allow_neg_eigval", "got 1, expected 0 (without use_beta_sigmoid)");
-  if (a.use_beta_sigmoid && !present(a.beta))
-    fail_field(pass, "use_beta_sigmoid", "got 1, expected 0 (without beta)");
+  if (a.use_beta_sigmoid && !present(a.beta)) fail_field(pass, "use_beta_sigmoid", "got 1, expected 0 (without beta)");
   if (a.use_gate && !present(a.g)) fail_field(pass, "use_gate", "got 1, expected 0 (without g)");
   if (a.use_gate && !present(a.A_log)) fail_field(pass, "A_log", "missing, expected [HV] (with use_gate)");
   if (!a.use_gate && present(a.A_log)) fail_field(pass, "A_log", "got a tensor, expected none (without use_gate)");
-  if (!a.use_gate && present(a.dt_bias))
-    fail_field(pass, "dt_bias", "got a tensor, expected none (without use_gate)");
+  if (!a.use_gate && present(a.dt_bias)) fail_field(pass, "dt_bias", "got a tensor, expected none (without use_gate)");
 }
 
 void check_range(const thalweg_pass& pass, const Sizes& sizes, const char* name, int64_t most) {
@@ -197,8 +190,6 @@ void set_sequences(const thalweg_pass& pass, const Args& a, const Sizes& sizes, 
     p.longest = std::max(p.longest, span.end - span.begin);
   }
 }
-
-extern const thalweg_pass kFwdInfo, kBwdInfo, kDecodeInfo;
 
 Problem check_fwd(const Fwd& a, const Sizes& sizes, Binding binding) {
   Problem p = check_common(kFwdInfo, a, sizes);
@@ -295,52 +286,23 @@ const Kernel<Problem, Decode> kDecodeKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_decode},
 };
 
-const Pass<Problem, Fwd> kFwd{&kFwdInfo, check_fwd, kFwdKernels, std::size(kFwdKernels)};
-const Pass<Problem, Bwd> kBwd{&kBwdInfo, check_bwd, kBwdKernels, std::size(kBwdKernels)};
-const Pass<Problem, Decode> kDecode{&kDecodeInfo, check_decode, kDecodeKernels, std::size(kDecodeKernels)};
+const Pass<Problem, Fwd> kFwd{&kFwdInfo, check_fwd, kFwdKernels, std::size(kFwdKernels),
+                              refuse_per_channel<Fwd, kFwdInfo>};
+const Pass<Problem, Bwd> kBwd{&kBwdInfo, check_bwd, kBwdKernels, std::size(kBwdKernels),
+                              refuse_per_channel<Bwd, kBwdInfo>};
+const Pass<Problem, Decode> kDecode{&kDecodeInfo, check_decode, kDecodeKernels, std::size(kDecodeKernels),
+                                    refuse_per_channel<Decode, kDecodeInfo>};
 
 // ---- Entry points ----
 
-template <class Args>
-thalweg_status refuse(const Pass<Problem, Args>& pass, const void* args) {
-  return guard([&] {
-    Args full;
-    full_args(*pass.info, args, &full);
-    refuse_per_channel(*pass.info, full);
-  });
-}
-
-template <auto& pass>
-struct Entry {
-  static thalweg_status call(const void* args, const thalweg_context* ctx) {
-    thalweg_status status = refuse(pass, args);
-    return status != THALWEG_OK ? status : call_pass(pass, args, ctx);
-  }
-  static thalweg_status workspace(const void* args, const thalweg_context* ctx, size_t* bytes) {
-    thalweg_status status = refuse(pass, args);
-    return status != THALWEG_OK ? status : query_workspace(pass, args, ctx, bytes);
-  }
-  static thalweg_status explain(const void* args, const thalweg_context* ctx, char* text, size_t capacity) {
-    thalweg_status status = refuse(pass, args);
-    return status != THALWEG_OK ? status : explain_pass(pass, args, ctx, text, capacity);
-  }
-  static const char* kernel_at(int64_t i, const char** isa) { return kernel_name_at(pass, i, isa); }
-};
-
 constexpr const char* kOp = "gated_delta_rule";
 
-const thalweg_pass kFwdInfo{kOp, "fwd", "Gated DeltaNet over whole sequences: outputs and states",
-                            kFwdFields, std::size(kFwdFields), sizeof(Fwd),
-                            Entry<kFwd>::call, Entry<kFwd>::workspace, Entry<kFwd>::explain,
-                            Entry<kFwd>::kernel_at, kRefused};
-const thalweg_pass kBwdInfo{kOp, "bwd", "gradients of every input of fwd, from its inputs and d_o, d_final_state",
-                            kBwdFields, std::size(kBwdFields), sizeof(Bwd),
-                            Entry<kBwd>::call, Entry<kBwd>::workspace, Entry<kBwd>::explain,
-                            Entry<kBwd>::kernel_at, kRefused};
-const thalweg_pass kDecodeInfo{kOp, "decode", "one or a few more tokens for each sequence, states in a pool",
-                               kDecodeFields, std::size(kDecodeFields), sizeof(Decode),
-                               Entry<kDecode>::call, Entry<kDecode>::workspace, Entry<kDecode>::explain,
-                               Entry<kDecode>::kernel_at, kRefused};
+const thalweg_pass kFwdInfo =
+    pass_row<kFwd, Fwd>(kOp, "fwd", "Gated DeltaNet over whole sequences: outputs and states", kFwdFields, kRefused);
+const thalweg_pass kBwdInfo = pass_row<kBwd, Bwd>(
+    kOp, "bwd", "gradients of every input of fwd, from its inputs and d_o, d_final_state", kBwdFields, kRefused);
+const thalweg_pass kDecodeInfo = pass_row<kDecode, Decode>(
+    kOp, "decode", "one or a few more tokens for each sequence, states in a pool", kDecodeFields, kRefused);
 
 }  // namespace
 }  // namespace thalweg::gated_delta_rule
@@ -357,12 +319,10 @@ const thalweg_pass* gated_delta_rule_pass_at(int i) {
 
 using namespace thalweg::gated_delta_rule;
 
-thalweg_status thalweg_gated_delta_rule_fwd(const thalweg_gated_delta_rule_fwd_args* args,
-                                            const thalweg_context* ctx) {
+thalweg_status thalweg_gated_delta_rule_fwd(const thalweg_gated_delta_rule_fwd_args* args, const thalweg_context* ctx) {
   return kFwdInfo.call(args, ctx);
 }
-thalweg_status thalweg_gated_delta_rule_bwd(const thalweg_gated_delta_rule_bwd_args* args,
-                                            const thalweg_context* ctx) {
+thalweg_status thalweg_gated_delta_rule_bwd(const thalweg_gated_delta_rule_bwd_args* args, const thalweg_context* ctx) {
   return kBwdInfo.call(args, ctx);
 }
 thalweg_status thalweg_gated_delta_rule_decode(const thalweg_gated_delta_rule_decode_args* args,

@@ -16,55 +16,40 @@ namespace {
 using Fwd = thalweg_gated_rms_norm_fwd_args;
 using Bwd = thalweg_gated_rms_norm_bwd_args;
 
-constexpr const char* kFloats = "f64 f32 bf16 f16";
 constexpr const char* kRefused =
     "bias: not supported; norm before gate is the only order; residual: add it before the call; "
     "activation swish is called silu";
 
-constexpr thalweg_field tensor(const char* name, thalweg_role role, size_t offset, bool optional, const char* dims,
-                               const char* dtypes, thalweg_layout layout, const char* doc) {
-  return {name, THALWEG_TENSOR, role, uint32_t(offset), optional, dims, dtypes, layout, nullptr, doc};
-}
 constexpr thalweg_field eps(size_t offset) {
-  return {"eps",
-          THALWEG_REAL,
-          THALWEG_OPTION,
-          uint32_t(offset),
-          1,
-          nullptr,
-          nullptr,
-          THALWEG_ANY,
-          nullptr,
-          "added to the mean of squares, inside the root; 0 means 1e-6"};
+  return option_field("eps", THALWEG_REAL, offset, "added to the mean of squares, inside the root; 0 means 1e-6");
 }
 constexpr thalweg_field activation(size_t offset) {
-  return {
-      "gate_activation", THALWEG_CHOICE, THALWEG_OPTION, uint32_t(offset), 1,
-      nullptr,           nullptr,        THALWEG_ANY,    "silu sigmoid",   "what the gate goes through; 0 means silu"};
+  return option_field("gate_activation", THALWEG_CHOICE, offset, "what the gate goes through; 0 means silu",
+                      "silu sigmoid");
 }
 
 constexpr thalweg_field kFwdFields[] = {
-    tensor("x", THALWEG_IN, offsetof(Fwd, x), false, "M D", kFloats, THALWEG_ROWS, "rows to normalise"),
-    tensor("gate", THALWEG_IN, offsetof(Fwd, gate), true, "M D", kFloats, THALWEG_ROWS,
-           "gate before its activation; absent: no gating"),
-    tensor("weight", THALWEG_IN, offsetof(Fwd, weight), true, "D", kFloats, THALWEG_ANY, "absent means 1"),
-    tensor("y", THALWEG_OUT, offsetof(Fwd, y), false, "M D", "=x", THALWEG_ROWS, "outputs"),
-    tensor("rstd", THALWEG_OUT, offsetof(Fwd, rstd), true, "M", "f32 f64", THALWEG_ANY,
-           "1 / sqrt(mean(x^2) + eps) of each row; f64 where x is f64, else f32"),
+    tensor_field("x", THALWEG_IN, offsetof(Fwd, x), false, "M D", kFloats, THALWEG_ROWS, "rows to normalise"),
+    tensor_field("gate", THALWEG_IN, offsetof(Fwd, gate), true, "M D", kFloats, THALWEG_ROWS,
+                 "gate before its activation; absent: no gating"),
+    tensor_field("weight", THALWEG_IN, offsetof(Fwd, weight), true, "D", kFloats, THALWEG_ANY, "absent means 1"),
+    tensor_field("y", THALWEG_OUT, offsetof(Fwd, y), false, "M D", "=x", THALWEG_ROWS, "outputs"),
+    tensor_field("rstd", THALWEG_OUT, offsetof(Fwd, rstd), true, "M", "f32 f64", THALWEG_ANY,
+                 "1 / sqrt(mean(x^2) + eps) of each row; f64 where x is f64, else f32"),
     eps(offsetof(Fwd, eps)),
     activation(offsetof(Fwd, gate_activation)),
 };
 
 constexpr thalweg_field kBwdFields[] = {
-    tensor("x", THALWEG_IN, offsetof(Bwd, x), false, "M D", kFloats, THALWEG_ROWS, "rows to normalise"),
-    tensor("gate", THALWEG_IN, offsetof(Bwd, gate), true, "M D", kFloats, THALWEG_ROWS, "as in fwd"),
-    tensor("weight", THALWEG_IN, offsetof(Bwd, weight), true, "D", kFloats, THALWEG_ANY, "absent means 1"),
-    tensor("d_y", THALWEG_IN, offsetof(Bwd, d_y), false, "M D", "=x", THALWEG_ROWS, "gradient of y"),
-    tensor("d_x", THALWEG_OUT, offsetof(Bwd, d_x), true, "M D", "=x", THALWEG_ROWS, "gradient of x"),
-    tensor("d_gate", THALWEG_OUT, offsetof(Bwd, d_gate), true, "M D", "=gate", THALWEG_ROWS,
-           "gradient of gate; needs gate"),
-    tensor("d_weight", THALWEG_OUT, offsetof(Bwd, d_weight), true, "D", "=weight", THALWEG_ANY,
-           "gradient of weight, summed over rows in a fixed order; needs weight"),
+    tensor_field("x", THALWEG_IN, offsetof(Bwd, x), false, "M D", kFloats, THALWEG_ROWS, "rows to normalise"),
+    tensor_field("gate", THALWEG_IN, offsetof(Bwd, gate), true, "M D", kFloats, THALWEG_ROWS, "as in fwd"),
+    tensor_field("weight", THALWEG_IN, offsetof(Bwd, weight), true, "D", kFloats, THALWEG_ANY, "absent means 1"),
+    tensor_field("d_y", THALWEG_IN, offsetof(Bwd, d_y), false, "M D", "=x", THALWEG_ROWS, "gradient of y"),
+    tensor_field("d_x", THALWEG_OUT, offsetof(Bwd, d_x), true, "M D", "=x", THALWEG_ROWS, "gradient of x"),
+    tensor_field("d_gate", THALWEG_OUT, offsetof(Bwd, d_gate), true, "M D", "=gate", THALWEG_ROWS,
+                 "gradient of gate; needs gate"),
+    tensor_field("d_weight", THALWEG_OUT, offsetof(Bwd, d_weight), true, "D", "=weight", THALWEG_ANY,
+                 "gradient of weight, summed over rows in a fixed order; needs weight"),
     eps(offsetof(Bwd, eps)),
     activation(offsetof(Bwd, gate_activation)),
 };
@@ -72,28 +57,10 @@ constexpr thalweg_field kBwdFields[] = {
 extern const Pass<Problem, Fwd> kFwd;
 extern const Pass<Problem, Bwd> kBwd;
 
-template <const auto& pass>
-thalweg_status call(const void* args, const thalweg_context* ctx) {
-  return call_pass(pass, args, ctx);
-}
-template <const auto& pass>
-thalweg_status workspace(const void* args, const thalweg_context* ctx, size_t* bytes) {
-  return query_workspace(pass, args, ctx, bytes);
-}
-template <const auto& pass>
-thalweg_status explain(const void* args, const thalweg_context* ctx, char* text, size_t capacity) {
-  return explain_pass(pass, args, ctx, text, capacity);
-}
-template <const auto& pass>
-const char* kernel_at(int64_t i, const char** isa) {
-  return kernel_name_at(pass, i, isa);
-}
-
 constexpr thalweg_pass kPasses[] = {
-    {"gated_rms_norm", "fwd", "RMS norm over the last axis, times weight, times an activated gate", kFwdFields,
-     std::size(kFwdFields), sizeof(Fwd), call<kFwd>, workspace<kFwd>, explain<kFwd>, kernel_at<kFwd>, kRefused},
-    {"gated_rms_norm", "bwd", "gradients of x, gate and weight", kBwdFields, std::size(kBwdFields), sizeof(Bwd),
-     call<kBwd>, workspace<kBwd>, explain<kBwd>, kernel_at<kBwd>, kRefused},
+    pass_row<kFwd, Fwd>("gated_rms_norm", "fwd", "RMS norm over the last axis, times weight, times an activated gate",
+                        kFwdFields, kRefused),
+    pass_row<kBwd, Bwd>("gated_rms_norm", "bwd", "gradients of x, gate and weight", kBwdFields, kRefused),
 };
 
 // ---- checks -----------------------------------------------------------------------------------------

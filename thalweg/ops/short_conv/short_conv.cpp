@@ -16,72 +16,65 @@ using Fwd = thalweg_short_conv_fwd_args;
 using Bwd = thalweg_short_conv_bwd_args;
 using Decode = thalweg_short_conv_decode_args;
 
-constexpr const char* kFloats = "f64 f32 bf16 f16";
-constexpr const char* kInts = "i32 i64";
-constexpr const char* kActivations = "none silu";
 constexpr const char* kRefused =
     "residual: add it to y; mask: pack the sequences instead; cp_context: one rank only; chunk_indices: not needed";
 
-constexpr thalweg_field tensor(const char* name, thalweg_role role, size_t offset, bool optional, const char* dims,
-                               const char* dtypes, thalweg_layout layout, const char* doc) {
-  return {name, THALWEG_TENSOR, role, uint32_t(offset), optional, dims, dtypes, layout, nullptr, doc};
-}
 constexpr thalweg_field activation(size_t offset) {
-  return {
-      "activation", THALWEG_CHOICE, THALWEG_OPTION, uint32_t(offset), 1,
-      nullptr,      nullptr,        THALWEG_ANY,    kActivations,     "applied to the sum: none or silu; 0 means none"};
+  return option_field("activation", THALWEG_CHOICE, offset, "applied to the sum: none or silu; 0 means none",
+                      "none silu");
 }
 
 constexpr thalweg_field kFwdFields[] = {
-    tensor("x", THALWEG_IN, offsetof(Fwd, x), false, "B T D", kFloats, THALWEG_ROWS, "inputs"),
-    tensor("weight", THALWEG_IN, offsetof(Fwd, weight), false, "D W", kFloats, THALWEG_ANY,
-           "taps, the newest input's last; W is 1 to 8"),
-    tensor("bias", THALWEG_IN, offsetof(Fwd, bias), true, "D", kFloats, THALWEG_ANY, "absent means 0"),
-    tensor("initial_state", THALWEG_IN, offsetof(Fwd, initial_state), true, "N D W", kFloats, THALWEG_STATE,
-           "last W inputs before each sequence, oldest first; absent means 0"),
-    tensor("cu_seqlens", THALWEG_IN, offsetof(Fwd, cu_seqlens), true, "N+1", kInts, THALWEG_ANY,
-           "starts of packed sequences and the end of the last, then B is 1; rows past it get y = 0"),
-    tensor("y", THALWEG_OUT, offsetof(Fwd, y), false, "B T D", "=x", THALWEG_ROWS, "outputs"),
-    tensor("final_state", THALWEG_OUT, offsetof(Fwd, final_state), true, "N D W", kFloats, THALWEG_STATE,
-           "last W inputs of each sequence, initial_state's included"),
+    tensor_field("x", THALWEG_IN, offsetof(Fwd, x), false, "B T D", kFloats, THALWEG_ROWS, "inputs"),
+    tensor_field("weight", THALWEG_IN, offsetof(Fwd, weight), false, "D W", kFloats, THALWEG_ANY,
+                 "taps, the newest input's last; W is 1 to 8"),
+    tensor_field("bias", THALWEG_IN, offsetof(Fwd, bias), true, "D", kFloats, THALWEG_ANY, "absent means 0"),
+    tensor_field("initial_state", THALWEG_IN, offsetof(Fwd, initial_state), true, "N D W", kFloats, THALWEG_STATE,
+                 "last W inputs before each sequence, oldest first; absent means 0"),
+    tensor_field("cu_seqlens", THALWEG_IN, offsetof(Fwd, cu_seqlens), true, "N+1", kInts, THALWEG_ANY,
+                 "starts of packed sequences and the end of the last, then B is 1; rows past it get y = 0"),
+    tensor_field("y", THALWEG_OUT, offsetof(Fwd, y), false, "B T D", "=x", THALWEG_ROWS, "outputs"),
+    tensor_field("final_state", THALWEG_OUT, offsetof(Fwd, final_state), true, "N D W", kFloats, THALWEG_STATE,
+                 "last W inputs of each sequence, initial_state's included"),
     activation(offsetof(Fwd, activation)),
 };
 
 constexpr thalweg_field kBwdFields[] = {
-    tensor("x", THALWEG_IN, offsetof(Bwd, x), false, "B T D", kFloats, THALWEG_ROWS, "inputs"),
-    tensor("weight", THALWEG_IN, offsetof(Bwd, weight), false, "D W", kFloats, THALWEG_ANY,
-           "taps, the newest input's last; W is 1 to 8"),
-    tensor("bias", THALWEG_IN, offsetof(Bwd, bias), true, "D", kFloats, THALWEG_ANY, "absent means 0"),
-    tensor("initial_state", THALWEG_IN, offsetof(Bwd, initial_state), true, "N D W", kFloats, THALWEG_STATE,
-           "as in fwd; absent means 0"),
-    tensor("cu_seqlens", THALWEG_IN, offsetof(Bwd, cu_seqlens), true, "N+1", kInts, THALWEG_ANY,
-           "as in fwd; rows past it get d_x = 0"),
-    tensor("d_y", THALWEG_IN, offsetof(Bwd, d_y), true, "B T D", "=x", THALWEG_ROWS, "gradient of y; absent means 0"),
-    tensor("d_final_state", THALWEG_IN, offsetof(Bwd, d_final_state), true, "N D W", kFloats, THALWEG_STATE,
-           "gradient of final_state; absent means 0"),
-    tensor("d_x", THALWEG_OUT, offsetof(Bwd, d_x), true, "B T D", "=x", THALWEG_ROWS, "gradient of x"),
-    tensor("d_weight", THALWEG_OUT, offsetof(Bwd, d_weight), true, "D W", "=weight", THALWEG_ANY,
-           "gradient of weight, summed over tokens in a fixed order"),
-    tensor("d_bias", THALWEG_OUT, offsetof(Bwd, d_bias), true, "D", "=bias", THALWEG_ANY,
-           "gradient of bias; needs bias"),
-    tensor("d_initial_state", THALWEG_OUT, offsetof(Bwd, d_initial_state), true, "N D W", "=initial_state",
-           THALWEG_STATE, "gradient of initial_state; needs initial_state"),
+    tensor_field("x", THALWEG_IN, offsetof(Bwd, x), false, "B T D", kFloats, THALWEG_ROWS, "inputs"),
+    tensor_field("weight", THALWEG_IN, offsetof(Bwd, weight), false, "D W", kFloats, THALWEG_ANY,
+                 "taps, the newest input's last; W is 1 to 8"),
+    tensor_field("bias", THALWEG_IN, offsetof(Bwd, bias), true, "D", kFloats, THALWEG_ANY, "absent means 0"),
+    tensor_field("initial_state", THALWEG_IN, offsetof(Bwd, initial_state), true, "N D W", kFloats, THALWEG_STATE,
+                 "as in fwd; absent means 0"),
+    tensor_field("cu_seqlens", THALWEG_IN, offsetof(Bwd, cu_seqlens), true, "N+1", kInts, THALWEG_ANY,
+                 "as in fwd; rows past it get d_x = 0"),
+    tensor_field("d_y", THALWEG_IN, offsetof(Bwd, d_y), true, "B T D", "=x", THALWEG_ROWS,
+                 "gradient of y; absent means 0"),
+    tensor_field("d_final_state", THALWEG_IN, offsetof(Bwd, d_final_state), true, "N D W", kFloats, THALWEG_STATE,
+                 "gradient of final_state; absent means 0"),
+    tensor_field("d_x", THALWEG_OUT, offsetof(Bwd, d_x), true, "B T D", "=x", THALWEG_ROWS, "gradient of x"),
+    tensor_field("d_weight", THALWEG_OUT, offsetof(Bwd, d_weight), true, "D W", "=weight", THALWEG_ANY,
+                 "gradient of weight, summed over tokens in a fixed order"),
+    tensor_field("d_bias", THALWEG_OUT, offsetof(Bwd, d_bias), true, "D", "=bias", THALWEG_ANY,
+                 "gradient of bias; needs bias"),
+    tensor_field("d_initial_state", THALWEG_OUT, offsetof(Bwd, d_initial_state), true, "N D W", "=initial_state",
+                 THALWEG_STATE, "gradient of initial_state; needs initial_state"),
     activation(offsetof(Bwd, activation)),
 };
 
 constexpr thalweg_field kDecodeFields[] = {
-    tensor("x", THALWEG_IN, offsetof(Decode, x), false, "N T D", kFloats, THALWEG_ROWS,
-           "inputs: one token, or the draft tokens, of each sequence"),
-    tensor("weight", THALWEG_IN, offsetof(Decode, weight), false, "D W", kFloats, THALWEG_ANY,
-           "taps, the newest input's last; W is 1 to 8"),
-    tensor("bias", THALWEG_IN, offsetof(Decode, bias), true, "D", kFloats, THALWEG_ANY, "absent means 0"),
-    tensor("state", THALWEG_INOUT, offsetof(Decode, state), false, "M D W", kFloats, THALWEG_STATE,
-           "pool of states: the last W inputs, oldest first"),
-    tensor("read_slots", THALWEG_IN, offsetof(Decode, read_slots), true, "N", kInts, THALWEG_ANY,
-           "state that each sequence starts from; -1 is a padding row, its y is 0; absent means n"),
-    tensor("write_slots", THALWEG_IN, offsetof(Decode, write_slots), true, "N T", kInts, THALWEG_ANY,
-           "where the state after each token goes, -1 is not kept; absent: after the last, where it was read"),
-    tensor("y", THALWEG_OUT, offsetof(Decode, y), false, "N T D", "=x", THALWEG_ROWS, "outputs"),
+    tensor_field("x", THALWEG_IN, offsetof(Decode, x), false, "N T D", kFloats, THALWEG_ROWS,
+                 "inputs: one token, or the draft tokens, of each sequence"),
+    tensor_field("weight", THALWEG_IN, offsetof(Decode, weight), false, "D W", kFloats, THALWEG_ANY,
+                 "taps, the newest input's last; W is 1 to 8"),
+    tensor_field("bias", THALWEG_IN, offsetof(Decode, bias), true, "D", kFloats, THALWEG_ANY, "absent means 0"),
+    tensor_field("state", THALWEG_INOUT, offsetof(Decode, state), false, "M D W", kFloats, THALWEG_STATE,
+                 "pool of states: the last W inputs, oldest first"),
+    tensor_field("read_slots", THALWEG_IN, offsetof(Decode, read_slots), true, "N", kInts, THALWEG_ANY,
+                 "state that each sequence starts from; -1 is a padding row, its y is 0; absent means n"),
+    tensor_field("write_slots", THALWEG_IN, offsetof(Decode, write_slots), true, "N T", kInts, THALWEG_ANY,
+                 "where the state after each token goes, -1 is not kept; absent: after the last, where it was read"),
+    tensor_field("y", THALWEG_OUT, offsetof(Decode, y), false, "N T D", "=x", THALWEG_ROWS, "outputs"),
     activation(offsetof(Decode, activation)),
 };
 
@@ -89,31 +82,12 @@ extern const Pass<Problem, Fwd> kFwd;
 extern const Pass<Problem, Bwd> kBwd;
 extern const Pass<Problem, Decode> kDecode;
 
-template <const auto& pass>
-thalweg_status call(const void* args, const thalweg_context* ctx) {
-  return call_pass(pass, args, ctx);
-}
-template <const auto& pass>
-thalweg_status workspace(const void* args, const thalweg_context* ctx, size_t* bytes) {
-  return query_workspace(pass, args, ctx, bytes);
-}
-template <const auto& pass>
-thalweg_status explain(const void* args, const thalweg_context* ctx, char* text, size_t capacity) {
-  return explain_pass(pass, args, ctx, text, capacity);
-}
-template <const auto& pass>
-const char* kernel_at(int64_t i, const char** isa) {
-  return kernel_name_at(pass, i, isa);
-}
-
 constexpr thalweg_pass kPasses[] = {
-    {"short_conv", "fwd", "causal depthwise convolution over W tokens, bias, SiLU", kFwdFields, std::size(kFwdFields),
-     sizeof(Fwd), call<kFwd>, workspace<kFwd>, explain<kFwd>, kernel_at<kFwd>, kRefused},
-    {"short_conv", "bwd", "gradients of x, weight, bias and initial_state", kBwdFields, std::size(kBwdFields),
-     sizeof(Bwd), call<kBwd>, workspace<kBwd>, explain<kBwd>, kernel_at<kBwd>, kRefused},
-    {"short_conv", "decode", "a few more tokens of many sequences, states in a pool", kDecodeFields,
-     std::size(kDecodeFields), sizeof(Decode), call<kDecode>, workspace<kDecode>, explain<kDecode>, kernel_at<kDecode>,
-     kRefused},
+    pass_row<kFwd, Fwd>("short_conv", "fwd", "causal depthwise convolution over W tokens, bias, SiLU", kFwdFields,
+                        kRefused),
+    pass_row<kBwd, Bwd>("short_conv", "bwd", "gradients of x, weight, bias and initial_state", kBwdFields, kRefused),
+    pass_row<kDecode, Decode>("short_conv", "decode", "a few more tokens of many sequences, states in a pool",
+                              kDecodeFields, kRefused),
 };
 
 // ---- checks -----------------------------------------------------------------------------------------
