@@ -22,7 +22,7 @@ inline Tokens tokens_at(const thalweg_tensor& t, int64_t T, int64_t row, int64_t
 }
 
 inline float load_element(const thalweg_tensor& t, int64_t i) {
-  float x;
+  float x = 0;
   read_strided(t.dtype, element_at(t, i), 1, 1, &x);
   return x;
 }

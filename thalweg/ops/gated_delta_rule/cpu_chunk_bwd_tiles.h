@@ -50,6 +50,9 @@ template <int MR, int NV>
     for (int v = 0; v < NV; ++v) acc[i][v] = s * acc[i][v];
 }
 
+// nothrow: at -O0 GCC does not see it and would give the callers an unwind table, with a weak symbol.
+[[gnu::always_inline, gnu::nothrow]] inline void transpose_square(vf (&a)[kLanes]) { thalweg::transpose(a); }
+
 // to [columns rows] = from [rows columns] transposed; both counts are multiples of kLanes.
 inline void transpose(const float* from, int64_t from_row, int64_t rows, int64_t columns, float* to, int64_t to_row) {
   for (int64_t i = 0; i < rows; i += kLanes)
@@ -57,7 +60,7 @@ inline void transpose(const float* from, int64_t from_row, int64_t rows, int64_t
       vf square[kLanes];
 #pragma GCC unroll 16
       for (int64_t l = 0; l < kLanes; ++l) square[l] = load(from + (i + l) * from_row + j);
-      thalweg::transpose(square);
+      transpose_square(square);
 #pragma GCC unroll 16
       for (int64_t l = 0; l < kLanes; ++l) store(to + (j + l) * to_row + i, square[l]);
     }
@@ -104,8 +107,7 @@ constexpr int kSolveVectors = kVectorRegisters == 32 ? 2 : 1;
     }
 }
 
-// Sum of the first n floats of a row over the chunk's tokens. (nothrow: at -O0 GCC does not see it, and would
-// give its callers an unwind table, with a weak symbol.)
+// Sum of the first n floats of a row over the chunk's tokens.
 [[gnu::always_inline, gnu::nothrow]] inline float sum_first(const float* row, int64_t n) {
   vf sum = zero();
 #pragma GCC unroll 4
