@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 base=(g++ cmake make python3)
-demo=(libopenblas-serial-dev zlib1g-dev liblzma-dev libcli11-dev nlohmann-json3-dev libfmt-dev)
+demo=(libopenblas-pthread-dev zlib1g-dev liblzma-dev libcli11-dev nlohmann-json3-dev libfmt-dev)
 test=(libgtest-dev)
 
 fail() {
