@@ -117,7 +117,8 @@ bool within_condition(const tt::Verdict& verdict, const tt::Verdict& recurrence)
   if (verdict.outputs.empty() || verdict.outputs.size() != recurrence.outputs.size() || verdict.reason.find("RMS ratio") == std::string::npos) return false;
   for (size_t i = 0; i < verdict.outputs.size(); ++i) {
     const tt::Verdict::Output& out = verdict.outputs[i];
-    double allowed = &verdict == &recurrence ? std::min(100 * out.limit, 2e-2) : 4 * recurrence.outputs[i].difference.ratio;
+    double plain = recurrence.outputs[i].difference.ratio;
+    double allowed = &verdict == &recurrence ? std::min(100 * out.limit, 2e-2) : (plain > 10 * out.limit ? 20 : 4) * plain;
     if (!out.ok && !(out.difference.ratio <= allowed && std::isfinite(out.difference.ratio))) return false;
   }
   return true;
