@@ -43,7 +43,8 @@
 //          - r, not u, is kept: d_beta needs it where beta is 0.
 // Measured 2 cores of an EPYC (Zen 5), 4 KiB pages, heavily loaded by others; B1 T4096 H16 HV32 K=V=128 float32, fused
 //          norm, gate and sigmoid; 45.1 GFLOP over CPU time, against the FMA peak in CPU time of the same process:
-//          AVX-512 0.61 .. 0.64, AVX2 0.80 .. 0.83; by the medians of each step (what a quiet machine should give) AVX-512 0.70.
+//          AVX-512 0.61 .. 0.64, AVX2 0.80 .. 0.83; by the medians of each step, AVX-512
+//          0.70 (what a quiet machine should give).
 //          Predicted 0.87 from 39 GFLOP done plus 3 recomputed; lost: page walks and cold rows 8 %, state writes
 //          5 %, tails of interrupted steps 10 %. bfloat16 0.92 of the float32 time. H2 HV4 bfloat16: T262144 takes
 //          65 times as long as T4096. Per step (AVX-512): products with S and dS for d_q, d_k 23 %, forward and
