@@ -17,8 +17,12 @@
 #define THALWEG_API
 #endif
 
+// In C++, members of public structs start as "absent" and "default"; in C, write = {.size = sizeof args, ...}.
 #ifdef __cplusplus
+#define THALWEG_INIT(value) = value
 extern "C" {
+#else
+#define THALWEG_INIT(value)
 #endif
 
 // DLPack's triple in one word: code | bits << 8 | lanes << 16, byte for byte a DLDataType on
@@ -54,13 +58,13 @@ enum { THALWEG_MAX_RANK = 5 };
 // A view of an array. `stride` counts elements. Absent when `dtype` is THALWEG_NONE; `data` may be
 // NULL when there are no elements, and always in the workspace query and in explain.
 typedef struct thalweg_tensor {
-  void* data;
-  thalweg_dtype dtype;
-  int32_t rank;
-  int32_t device_type;
-  int32_t device_id;
-  int64_t shape[THALWEG_MAX_RANK];
-  int64_t stride[THALWEG_MAX_RANK];
+  void* data THALWEG_INIT(nullptr);
+  thalweg_dtype dtype THALWEG_INIT(0);
+  int32_t rank THALWEG_INIT(0);
+  int32_t device_type THALWEG_INIT(0);
+  int32_t device_id THALWEG_INIT(0);
+  int64_t shape[THALWEG_MAX_RANK] THALWEG_INIT({});
+  int64_t stride[THALWEG_MAX_RANK] THALWEG_INIT({});
 } thalweg_tensor;
 
 // Runs body(arg, 0) … body(arg, n-1), in any order, on any threads, also one after another, and
@@ -70,20 +74,17 @@ typedef void (*thalweg_parallel_for)(void* pool, int64_t n, void (*body)(void* a
 
 // Where and how a call runs. All zero (but `size`) means defaults; NULL instead of a context too.
 typedef struct thalweg_context {
-#ifdef __cplusplus
-  size_t size = sizeof(thalweg_context);
-#else
-  size_t size;  // sizeof(thalweg_context)
-#endif
-  void* stream;         // CUDA stream; not used on the CPU
-  int64_t num_threads;  // CPU threads; 0: THALWEG_NUM_THREADS, OMP_NUM_THREADS, else the smaller of
-                        // affinity and cgroup quota. Results do not depend on it, bit for bit.
-  thalweg_parallel_for parallel_for;  // a host's own threads; NULL: the library's pool
-  void* pool;                         // handed to parallel_for
-  const char* kernel;                 // forces a kernel by name, for tests and benchmarks
-  void* workspace;                    // 64-byte aligned; NULL: the library's per-thread arena
-  size_t workspace_bytes;             // at least what <op>_<pass>_workspace says
-  int32_t* report;                    // device i32[4] for faults found on the device; not used on the CPU
+  size_t size THALWEG_INIT(sizeof(thalweg_context));
+  void* stream THALWEG_INIT(nullptr);  // CUDA stream; not used on the CPU
+  // CPU threads; 0: THALWEG_NUM_THREADS, OMP_NUM_THREADS, else the smaller of affinity and cgroup quota.
+  // Results do not depend on it, bit for bit.
+  int64_t num_threads THALWEG_INIT(0);
+  thalweg_parallel_for parallel_for THALWEG_INIT(nullptr);  // a host's own threads; NULL: the library's pool
+  void* pool THALWEG_INIT(nullptr);                         // handed to parallel_for
+  const char* kernel THALWEG_INIT(nullptr);                 // forces a kernel by name, for tests and benchmarks
+  void* workspace THALWEG_INIT(nullptr);                    // 64-byte aligned; NULL: the thread's own arena
+  size_t workspace_bytes THALWEG_INIT(0);                   // at least what <op>_<pass>_workspace says
+  int32_t* report THALWEG_INIT(nullptr);                    // device i32[4]: faults found there; not for the CPU
 } thalweg_context;
 
 typedef enum thalweg_kind {
@@ -113,10 +114,10 @@ typedef struct thalweg_field {
   const char* name;
   thalweg_kind kind;
   thalweg_role role;
-  uint32_t offset;    // of the member in the args struct
-  int32_t optional;   // tensors: may be absent
-  const char* dims;   // tensors: size names, "B T H K"; a name may carry "+1"
-  const char* dtypes; // tensors: accepted ("f64 f32 bf16 f16"), or "=q": the dtype of q
+  uint32_t offset;      // of the member in the args struct
+  int32_t optional;     // tensors: may be absent
+  const char* dims;     // tensors: size names, "B T H K"; a name may carry "+1"
+  const char* dtypes;   // tensors: accepted ("f64 f32 bf16 f16"), or "=q": the dtype of q
   thalweg_layout layout;
   const char* choices;  // choices: words separated by spaces, in order of value
   const char* doc;      // one line: what it is, units, and for options what zero means

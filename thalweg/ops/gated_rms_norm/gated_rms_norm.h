@@ -16,35 +16,27 @@ extern "C" {
 enum { THALWEG_GATE_SILU = 0, THALWEG_GATE_SIGMOID = 1 };
 
 typedef struct thalweg_gated_rms_norm_fwd_args {
-#ifdef __cplusplus
-  size_t size = sizeof(thalweg_gated_rms_norm_fwd_args);
-#else
-  size_t size;
-#endif
-  thalweg_tensor x;       // [M D]
-  thalweg_tensor gate;    // [M D], optional
-  thalweg_tensor weight;  // [D], optional: 1
-  thalweg_tensor y;       // out [M D], dtype of x
-  thalweg_tensor rstd;    // out [M] f32 (f64 for f64), optional
-  double eps;             // inside the root; 0 means 1e-6
-  int32_t gate_activation;
+  size_t size THALWEG_INIT(sizeof(thalweg_gated_rms_norm_fwd_args));
+  thalweg_tensor x;            // [M D]
+  thalweg_tensor gate;         // [M D], optional
+  thalweg_tensor weight;       // [D], optional: 1
+  thalweg_tensor y;            // out [M D], dtype of x
+  thalweg_tensor rstd;         // out [M] f32 (f64 for f64), optional
+  double eps THALWEG_INIT(0);  // inside the root; 0 means 1e-6
+  int32_t gate_activation THALWEG_INIT(0);
 } thalweg_gated_rms_norm_fwd_args;
 
 typedef struct thalweg_gated_rms_norm_bwd_args {
-#ifdef __cplusplus
-  size_t size = sizeof(thalweg_gated_rms_norm_bwd_args);
-#else
-  size_t size;
-#endif
-  thalweg_tensor x;         // [M D]
-  thalweg_tensor gate;      // [M D], optional
-  thalweg_tensor weight;    // [D], optional: 1
-  thalweg_tensor d_y;       // [M D], dtype of x
-  thalweg_tensor d_x;       // out [M D], dtype of x, optional
-  thalweg_tensor d_gate;    // out [M D], dtype of gate, optional
-  thalweg_tensor d_weight;  // out [D], dtype of weight, optional
-  double eps;               // as in fwd
-  int32_t gate_activation;
+  size_t size THALWEG_INIT(sizeof(thalweg_gated_rms_norm_bwd_args));
+  thalweg_tensor x;            // [M D]
+  thalweg_tensor gate;         // [M D], optional
+  thalweg_tensor weight;       // [D], optional: 1
+  thalweg_tensor d_y;          // [M D], dtype of x
+  thalweg_tensor d_x;          // out [M D], dtype of x, optional
+  thalweg_tensor d_gate;       // out [M D], dtype of gate, optional
+  thalweg_tensor d_weight;     // out [D], dtype of weight, optional
+  double eps THALWEG_INIT(0);  // as in fwd
+  int32_t gate_activation THALWEG_INIT(0);
 } thalweg_gated_rms_norm_bwd_args;
 
 // Each returns a status; the text is in thalweg_last_error(). On an error nothing was written.

@@ -19,27 +19,19 @@ extern "C" {
 enum { THALWEG_ACTIVATION_NONE = 0, THALWEG_ACTIVATION_SILU = 1 };
 
 typedef struct thalweg_short_conv_fwd_args {
-#ifdef __cplusplus
-  size_t size = sizeof(thalweg_short_conv_fwd_args);
-#else
-  size_t size;
-#endif
-  thalweg_tensor x;              // [B T D]
-  thalweg_tensor weight;         // [D W], any strides
-  thalweg_tensor bias;           // [D], optional: 0
-  thalweg_tensor initial_state;  // [N D W], optional: 0
-  thalweg_tensor cu_seqlens;     // [N+1] i32 or i64, optional; then B == 1
-  thalweg_tensor y;              // out [B T D], dtype of x
-  thalweg_tensor final_state;    // out [N D W], optional
-  int32_t activation;            // THALWEG_ACTIVATION_NONE or _SILU
+  size_t size THALWEG_INIT(sizeof(thalweg_short_conv_fwd_args));
+  thalweg_tensor x;                    // [B T D]
+  thalweg_tensor weight;               // [D W], any strides
+  thalweg_tensor bias;                 // [D], optional: 0
+  thalweg_tensor initial_state;        // [N D W], optional: 0
+  thalweg_tensor cu_seqlens;           // [N+1] i32 or i64, optional; then B == 1
+  thalweg_tensor y;                    // out [B T D], dtype of x
+  thalweg_tensor final_state;          // out [N D W], optional
+  int32_t activation THALWEG_INIT(0);  // THALWEG_ACTIVATION_NONE or _SILU
 } thalweg_short_conv_fwd_args;
 
 typedef struct thalweg_short_conv_bwd_args {
-#ifdef __cplusplus
-  size_t size = sizeof(thalweg_short_conv_bwd_args);
-#else
-  size_t size;
-#endif
+  size_t size THALWEG_INIT(sizeof(thalweg_short_conv_bwd_args));
   thalweg_tensor x;                // [B T D]
   thalweg_tensor weight;           // [D W], any strides
   thalweg_tensor bias;             // [D], optional: 0
@@ -51,16 +43,12 @@ typedef struct thalweg_short_conv_bwd_args {
   thalweg_tensor d_weight;         // out [D W], dtype of weight, optional
   thalweg_tensor d_bias;           // out [D], dtype of bias, optional; needs bias
   thalweg_tensor d_initial_state;  // out [N D W], dtype of initial_state, optional; needs initial_state
-  int32_t activation;
+  int32_t activation THALWEG_INIT(0);
 } thalweg_short_conv_bwd_args;
 
 // T more tokens for each of N sequences (T = 1, or the draft tokens), states in a pool.
 typedef struct thalweg_short_conv_decode_args {
-#ifdef __cplusplus
-  size_t size = sizeof(thalweg_short_conv_decode_args);
-#else
-  size_t size;
-#endif
+  size_t size THALWEG_INIT(sizeof(thalweg_short_conv_decode_args));
   thalweg_tensor x;            // [N T D]
   thalweg_tensor weight;       // [D W], any strides
   thalweg_tensor bias;         // [D], optional: 0
@@ -69,7 +57,7 @@ typedef struct thalweg_short_conv_decode_args {
   thalweg_tensor write_slots;  // [N T] i32 or i64, optional: the state after token t goes there (-1: not kept);
                                // absent: the state after the last token replaces the slot it was read from
   thalweg_tensor y;            // out [N T D], dtype of x
-  int32_t activation;
+  int32_t activation THALWEG_INIT(0);
 } thalweg_short_conv_decode_args;
 
 // Each returns a status; the text is in thalweg_last_error(). On an error nothing was written.
