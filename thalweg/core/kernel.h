@@ -138,9 +138,10 @@ thalweg_status explain_pass(const Pass<Problem, Args>& pass, const void* caller_
   return guard([&] {
     Checked<Problem, Args> call(pass, caller_args, caller_ctx, Binding::kQuery);
     std::string text;
-    bool chosen = false;
+    bool chosen = false, known = false;
     for (int64_t i = 0; i < pass.num_kernels; ++i) {
       const auto& row = pass.kernels[i];
+      known = known || (call.ctx.kernel && std::string_view(call.ctx.kernel) == row.name);
       Plan plan;
       std::string why;
       bool ok = accepts(row, call.problem, cpu_device(), call.ctx.num_threads, &plan, &why);
@@ -155,6 +156,7 @@ thalweg_status explain_pass(const Pass<Problem, Args>& pass, const void* caller_
       text += "\n";
       chosen = chosen || runs;
     }
+    if (call.ctx.kernel && !known) fail_no_kernel(*pass.info, call.ctx.kernel, "", false);
     copy_text(text, out, capacity);
   });
 }

@@ -82,7 +82,7 @@ typedef struct thalweg_context {
   thalweg_parallel_for parallel_for THALWEG_INIT(nullptr);  // a host's own threads; NULL: the library's pool
   void* pool THALWEG_INIT(nullptr);                         // handed to parallel_for
   const char* kernel THALWEG_INIT(nullptr);                 // forces a kernel by name, for tests and benchmarks
-  void* workspace THALWEG_INIT(nullptr);                    // 64-byte aligned; NULL: the thread's own arena
+  void* workspace THALWEG_INIT(nullptr);                    // 64-byte aligned, no tensor's memory; NULL: the thread's arena
   size_t workspace_bytes THALWEG_INIT(0);                   // at least what <op>_<pass>_workspace says
   int32_t* report THALWEG_INIT(nullptr);                    // device i32[4]: faults found there; not for the CPU
 } thalweg_context;
