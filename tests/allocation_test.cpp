@@ -19,6 +19,7 @@ void* counted(size_t bytes, size_t alignment) {
 
 }  // namespace
 
+#pragma GCC diagnostic ignored "-Wmismatched-new-delete"  // both sides are replaced here, and match
 void* operator new(size_t bytes) { return counted(bytes, 1); }
 void* operator new(size_t bytes, std::align_val_t alignment) { return counted(bytes, size_t(alignment)); }
 void operator delete(void* memory) noexcept { std::free(memory); }

@@ -17,12 +17,12 @@ struct Record {
 };
 
 std::vector<Record> records() {
-  std::ifstream numbers(std::string(THALWEG_GOLDEN) + "/golden.bin", std::ios::binary);
+  std::ifstream numbers(THALWEG_GOLDEN "/golden.bin", std::ios::binary);
   std::ostringstream bytes;
   bytes << numbers.rdbuf();
   std::string data = bytes.str();
   std::vector<Record> list;
-  std::ifstream manifest(std::string(THALWEG_GOLDEN) + "/manifest.txt");
+  std::ifstream manifest(THALWEG_GOLDEN "/manifest.txt");
   for (std::string line; std::getline(manifest, line);) {
     std::istringstream words(line);
     std::string role, name;

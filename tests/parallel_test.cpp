@@ -88,21 +88,60 @@ TEST(Pool, ManyShortCalls) {
   }
 }
 
+void* arena_once(size_t bytes) { return ThreadArena(bytes).data(); }
+
 TEST(Arena, AlignedKeptAndPerThread) {
-  char* first = static_cast<char*>(thread_arena(1000));
+  void* first = arena_once(1000);
   EXPECT_EQ(reinterpret_cast<uintptr_t>(first) % 64, 0u);
-  std::memset(first, 1, 1000);
-  EXPECT_EQ(thread_arena(500), first);
-  char* grown = static_cast<char*>(thread_arena(10 << 20));
-  std::memset(grown, 2, 10 << 20);
-  EXPECT_EQ(thread_arena(1000), grown);  // kept: steady state allocates nothing
-  std::thread([&] {
-    char* other = static_cast<char*>(thread_arena(1000));
-    EXPECT_NE(other, grown);
-    std::memset(other, 3, 1000);
-  }).join();
-  EXPECT_EQ(grown[0], 2);
-  thread_arena(0);
+  EXPECT_EQ(arena_once(500), first);
+  void* grown = arena_once(10 << 20);
+  EXPECT_EQ(arena_once(1000), grown);  // kept: steady state allocates nothing
+  std::thread([&] { EXPECT_NE(arena_once(1000), grown); }).join();
+  arena_once(0);
+}
+
+TEST(Arena, CallsInsideCallsHaveTheirOwn) {
+  ThreadArena outer(1000);
+  std::memset(outer.data(), 1, 1000);
+  {
+    ThreadArena inner(2 << 20);
+    EXPECT_NE(inner.data(), outer.data());
+    std::memset(inner.data(), 2, 2 << 20);
+  }
+  EXPECT_EQ(static_cast<char*>(outer.data())[999], 1);
+}
+
+// A host whose waiting threads run other work: each body is followed by another call of the library.
+struct NestingHost {
+  Problem* inner;
+  bool busy = false;
+};
+void with_calls_between(void* pool, int64_t n, void (*body)(void*, int64_t), void* arg) {
+  auto& host = *static_cast<NestingHost*>(pool);
+  for (int64_t i = 0; i < n; ++i) {
+    body(arg, i);
+    if (host.busy) continue;
+    host.busy = true;
+    EXPECT_EQ(host.inner->spec_case().pass->call(host.inner->args(), nullptr), THALWEG_OK);
+    host.busy = false;
+  }
+}
+
+TEST(HostThreads, MayCallTheLibraryBetweenBodies) {
+  for (const char* text : {"short_conv.bwd:f32,T300,D64,W4,bias", "gated_delta_rule.bwd:f32,T100,H2,HV4,K32,V32,g,beta"}) {
+    Problem expected(testing::parse_case(text)), outer(testing::parse_case(text));
+    Problem inner(testing::parse_case("gated_delta_rule.bwd:f32,T300,H2,HV4,K64,V64,g,beta,state"));
+    NestingHost host{&inner};
+    thalweg_context ctx;
+    ctx.num_threads = 2;
+    const thalweg_pass& pass = *outer.spec_case().pass;
+    ASSERT_EQ(pass.call(expected.args(), &ctx), THALWEG_OK);
+    ctx.parallel_for = with_calls_between;
+    ctx.pool = &host;
+    ASSERT_EQ(pass.call(outer.args(), &ctx), THALWEG_OK);
+    for (const std::string& name : outer.outputs())
+      EXPECT_EQ(outer.read(name).data, expected.read(name).data) << text << ": " << name;
+  }
 }
 
 // A host's own threads, played by loops in unusual orders. `pool` counts the calls.

@@ -52,12 +52,25 @@ Isa lowered_isa(Isa machine) {
   fail_argument("THALWEG_ISA: got %s, expected portable, avx2 or avx512", wanted);
 }
 
-int64_t positive_env(const char* name) {
-  const char* text = std::getenv(name);
+constexpr long kMaxThreads = 1024;
+
+// 0 when it is unset. This library's own variable: what it cannot mean is refused, as with THALWEG_ISA.
+int64_t wanted_threads() {
+  const char* text = std::getenv("THALWEG_NUM_THREADS");
+  if (!text || !*text) return 0;
+  const bool whole = std::strspn(text, "0123456789") == std::strlen(text);
+  const long value = whole ? std::strtol(text, nullptr, 10) : 0;  // LONG_MAX when it is too large
+  if (value < 1 || value > kMaxThreads) fail_argument("THALWEG_NUM_THREADS: got %s, expected 1 to 1024", text);
+  return value;
+}
+
+// Another library's variable: may go on after a comma, and what is no number counts as unset.
+int64_t omp_threads() {
+  const char* text = std::getenv("OMP_NUM_THREADS");
   if (!text) return 0;
   char* end = nullptr;
-  long value = std::strtol(text, &end, 10);  // OMP_NUM_THREADS may go on after a comma
-  return end != text && value > 0 ? std::min(value, 1024L) : 0;
+  long value = std::strtol(text, &end, 10);
+  return end != text && value > 0 ? std::min(value, kMaxThreads) : 0;
 }
 
 // CPUs that the cgroup lets this process use, rounded up; 0 when there is no limit.
@@ -89,8 +102,8 @@ int64_t usable_cpus() {
 }
 
 int64_t default_threads(int64_t cpus) {
-  if (int64_t n = positive_env("THALWEG_NUM_THREADS")) return n;
-  if (int64_t n = positive_env("OMP_NUM_THREADS")) return n;
+  if (int64_t n = wanted_threads()) return n;
+  if (int64_t n = omp_threads()) return n;
   return cpus;
 }
 

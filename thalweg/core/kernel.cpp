@@ -52,10 +52,7 @@ void fail_no_kernel(const thalweg_pass& pass, const char* forced, const std::str
   fail(THALWEG_INTERNAL, "%s.%s: no kernel for this problem%s", pass.op, pass.name, reasons.c_str());
 }
 
-char* find_workspace(const thalweg_pass& pass, const thalweg_context& ctx, const Plan& plan) {
-  size_t bytes = size_t(workspace_bytes(plan));
-  if (bytes == 0) return nullptr;
-  if (!ctx.workspace) return static_cast<char*>(thread_arena(bytes));
+char* caller_workspace(const thalweg_pass& pass, const thalweg_context& ctx, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(ctx.workspace) % 64 != 0)
     fail_field(pass, "workspace", "address, got %p, expected a multiple of 64", ctx.workspace);
   if (ctx.workspace_bytes < bytes)

@@ -8,6 +8,7 @@
 #include "thalweg/core/device.h"
 #include "thalweg/core/exec.h"
 #include "thalweg/core/signature.h"
+#include "thalweg/cpu/parallel.h"
 
 namespace thalweg {
 
@@ -65,8 +66,8 @@ bool verbose();
 void print_call(const thalweg_pass& pass, const void* args, const Sizes& sizes, const CallFacts& facts);
 
 [[noreturn]] void fail_no_kernel(const thalweg_pass& pass, const char* forced, const std::string& reasons, bool known);
-// Where the workspace comes from: the caller's, checked, or the thread's arena.
-char* find_workspace(const thalweg_pass& pass, const thalweg_context& ctx, const Plan& plan);
+// ctx.workspace, checked.
+char* caller_workspace(const thalweg_pass& pass, const thalweg_context& ctx, size_t bytes);
 inline int64_t workspace_bytes(const Plan& plan) { return plan.shared_bytes + plan.num_slots * plan.slot_bytes; }
 void copy_text(const std::string& text, char* out, size_t capacity);
 
@@ -111,7 +112,10 @@ thalweg_status call_pass(const Pass<Problem, Args>& pass, const void* caller_arg
     Checked<Problem, Args> call(pass, caller_args, caller_ctx, Binding::kRun);
     Plan plan;
     const auto& row = select(pass, call.problem, cpu_device(), call.ctx, &plan);
-    char* workspace = find_workspace(*pass.info, call.ctx, plan);
+    size_t bytes = size_t(workspace_bytes(plan));
+    bool lent = call.ctx.workspace && bytes > 0;
+    ThreadArena arena(lent ? 0 : bytes);
+    char* workspace = lent ? caller_workspace(*pass.info, call.ctx, bytes) : static_cast<char*>(arena.data());
     row.run(call.problem, plan, call.args, {call.ctx.num_threads, call.ctx.parallel_for, call.ctx.pool, workspace});
     if (verbose()) {
       std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;

@@ -393,7 +393,8 @@ void check_slots(const thalweg_pass& pass, int64_t N, int64_t T, int64_t M, cons
   if (!present(read_slots) && N > M)
     fail_field(pass, "state", "M, got %lld, expected at least N = %lld without read_slots", ll(M), ll(N));
   if (binding == Binding::kQuery || (!present(read_slots) && !present(write_slots)) || N == 0) return;
-  auto* uses = static_cast<SlotUse*>(thread_arena(size_t(N) * size_t(T + 2) * sizeof(SlotUse)));
+  ThreadArena arena(size_t(N) * size_t(T + 2) * sizeof(SlotUse));
+  auto* uses = static_cast<SlotUse*>(arena.data());
   int64_t count = 0;
   for (int64_t n = 0; n < N; ++n) {
     int64_t read = present(read_slots) ? int_at(read_slots, n) : n;

@@ -85,6 +85,8 @@ thalweg_status thalweg_to_dlpack(thalweg_tensor* source, thalweg_dltensor* out) 
     if (!source || !out) thalweg::fail_argument("thalweg_to_dlpack: got a null pointer, expected two structs");
     if (!find_dtype(source->dtype))
       thalweg::fail_argument("thalweg_to_dlpack: dtype, got %s, expected a present tensor", thalweg_dtype_name(source->dtype));
+    if (source->rank < 0 || source->rank > THALWEG_MAX_RANK)
+      thalweg::fail_argument("thalweg_to_dlpack: rank, got %d, expected 0 to %d", source->rank, THALWEG_MAX_RANK);
     int32_t device_type = source->device_type ? source->device_type : int32_t(THALWEG_CPU);
     *out = {source->data, device_type, source->device_id, source->rank, source->dtype, source->shape, source->stride, 0};
   });

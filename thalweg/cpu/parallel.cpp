@@ -10,6 +10,7 @@
 #include <new>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #include "thalweg/core/device.h"
 #include "thalweg/core/exec.h"
@@ -126,11 +127,37 @@ void take_tasks(void* state, int64_t slot) {
     tasks.task(tasks.arg, i, slot);
 }
 
-struct Arena {
-  void* data = nullptr;
-  size_t bytes = 0;
-  ~Arena() { std::free(data); }
+// A thread's arenas, one for each call that is inside another.
+class Arenas {
+ public:
+  ~Arenas() {
+    for (Block& block : blocks_) std::free(block.data);
+  }
+  void* take(size_t bytes) {
+    if (depth_ == blocks_.size()) blocks_.push_back({});
+    Block& block = blocks_[depth_];
+    if (bytes > block.bytes) {
+      size_t rounded = (bytes + 4095) / 4096 * 4096;
+      void* data = std::aligned_alloc(4096, rounded);
+      if (!data) throw std::bad_alloc();
+      std::free(block.data);
+      block = {data, rounded};
+    }
+    ++depth_;
+    return block.data;
+  }
+  void give_back() { --depth_; }
+
+ private:
+  struct Block {
+    void* data;
+    size_t bytes;
+  };
+  std::vector<Block> blocks_;
+  size_t depth_ = 0;
 };
+
+thread_local Arenas arenas;
 
 }  // namespace
 
@@ -153,17 +180,7 @@ void parallel_tasks(const Exec& exec, int64_t num_tasks, int64_t num_slots,
   exec.parallel_for(exec.pool, n, take_tasks, &tasks);
 }
 
-void* thread_arena(size_t bytes) {
-  thread_local Arena arena;
-  if (bytes > arena.bytes) {
-    size_t rounded = (bytes + 4095) / 4096 * 4096;
-    void* data = std::aligned_alloc(4096, rounded);
-    if (!data) throw std::bad_alloc();
-    std::free(arena.data);
-    arena.data = data;
-    arena.bytes = rounded;
-  }
-  return arena.data;
-}
+ThreadArena::ThreadArena(size_t bytes) : data_(arenas.take(bytes)) {}
+ThreadArena::~ThreadArena() { arenas.give_back(); }
 
 }  // namespace thalweg

@@ -11,9 +11,19 @@ namespace thalweg {
 // The default thalweg_parallel_for; `pool` is not used. Nested calls run their bodies one after another.
 void pool_parallel_for(void* pool, int64_t n, void (*body)(void* arg, int64_t i), void* arg);
 
-// At least `bytes` of 64-byte aligned memory that belongs to the calling thread until its next call
-// of this function; grows and is then kept, so that steady state allocates nothing.
-void* thread_arena(size_t bytes);
+// Memory of the calling thread, at least `bytes`, 64-byte aligned, contents undefined. It is kept when
+// the object goes, so that steady state allocates nothing. Objects of one thread go in reverse order, and
+// do not share memory: a call made from a body of another call of the same thread gets its own.
+class ThreadArena {
+ public:
+  explicit ThreadArena(size_t bytes);
+  ~ThreadArena();
+  ThreadArena(const ThreadArena&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  void* data_;
+};
 
 }  // namespace thalweg
 #endif
