@@ -118,6 +118,19 @@ TEST(Environment, NumberOfThreads) {
   EXPECT_EQ(run_child("threads", {{"THALWEG_NUM_THREADS", "3"}}).output, "3\n");
   EXPECT_EQ(run_child("threads", {{"OMP_NUM_THREADS", "5"}}).output, "5\n");
   EXPECT_EQ(run_child("threads", {{"THALWEG_NUM_THREADS", "2"}, {"OMP_NUM_THREADS", "5"}}).output, "2\n");
+  EXPECT_EQ(run_child("threads", {{"THALWEG_NUM_THREADS", ""}, {"OMP_NUM_THREADS", "5,2"}}).output, "5\n");
+  EXPECT_EQ(run_child("threads", {{"THALWEG_NUM_THREADS", "1024"}}).output, "1024\n");
+}
+
+TEST(Environment, WrongNumberOfThreadsIsAnErrorThatNamesIt) {
+  std::vector<Case> cases = pass_cases(*all_passes().at(0), {"smoke"}, 1e9);
+  ASSERT_FALSE(cases.empty());
+  for (const char* text : {"abc", "0", "-3", "5x", "2.5", " 2", "1025", "99999999999999999999"}) {
+    ChildResult child = run_child("call " + cases[0].text(), {{"THALWEG_NUM_THREADS", text}, {"OMP_NUM_THREADS", "2"}});
+    EXPECT_EQ(child.status, THALWEG_INVALID_ARGUMENT) << text << ": " << child.output;
+    EXPECT_NE(child.output.find(std::string("THALWEG_NUM_THREADS: got ") + text + ", expected 1 to 1024"), std::string::npos) << child.output;
+    EXPECT_EQ(run_child("threads", {{"THALWEG_NUM_THREADS", text}}).output, "0\n") << text;
+  }
 }
 
 // One line per call, whose case string is a case again and is the same problem.
