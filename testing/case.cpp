@@ -167,6 +167,10 @@ void complete_sizes(Case* c) {
   for (auto it = sizes.begin(); it != sizes.end();) it = contains(known, it->first) ? std::next(it) : sizes.erase(it);
   for (const thalweg_field* field : tensor_fields(*c->pass)) {
     if (!is_present(*c, *field)) continue;
+    double elements = 1;
+    for (int64_t n : shape_in(*c, *field)) elements *= double(n);
+    if (elements >= 0x1p59)  // bytes of float64 stay below 2^63
+      throw std::invalid_argument(pass_name(*c->pass) + ": " + field->name + ": shape, got more than 2^59 elements, expected fewer");
     int64_t offset;
     layout_in(*c, *field, &offset);
   }
@@ -208,13 +212,16 @@ Case parse_tokens(const thalweg_pass& pass, std::string_view text, bool shared) 
   c.pass = &pass;
   std::string where = pass_name(pass);
   std::vector<std::string> named;
+  bool dtype_given = false;
   for (const std::string& token : split(text, ',')) {
     if (token.empty()) continue;
     std::string name;
     int64_t number = 0;
     if (thalweg_dtype dtype = parse_dtype(token)) {
       if (is_integer(dtype)) bad_token(where, token, "dtype", token, "one of f64 f32 bf16 f16");
+      if (dtype_given && c.dtype != dtype) bad_token(where, token, "dtype given twice", token, thalweg_dtype_name(c.dtype));
       c.dtype = dtype;
+      dtype_given = true;
     } else if (parse_size(pass, token, &name, &number)) {
       if (c.sizes.count(name) && c.sizes[name] != number) bad_token(where, token, "size given twice", std::to_string(number), std::to_string(c.sizes[name]));
       c.sizes[name] = number;

@@ -3,6 +3,7 @@
 #define THALWEG_TESTING_CASE_H
 
 #include <cstdint>
+#include <stdexcept>
 #include <string_view>
 #include <vector>
 
@@ -14,6 +15,12 @@ namespace thalweg::testing {
 // other passes know is left out, and B stands for N where a pass has no B.
 Case parse_tokens(const thalweg_pass& pass, std::string_view tokens, bool shared);
 std::vector<int64_t> lengths_of(const Case& c);  // of varlen
+
+// A case that this machine's memory cannot hold: nothing is known of the kernel, so it is no failed verdict.
+class TooLarge : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
 
 }  // namespace thalweg::testing
 #endif

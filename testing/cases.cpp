@@ -1,4 +1,5 @@
 // Sets of cases: each operator's cases.txt, and files named on a command line.
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <stdexcept>
@@ -67,6 +68,9 @@ std::vector<Case> find_cases(const std::string& name) {
   size_t at = name.find('@');
   if (at != std::string::npos && name.find(':') == std::string::npos) return cases_of_set(name.substr(0, at), name.substr(at + 1));
   std::vector<Case> cases;
+  std::error_code ignored;
+  if (std::filesystem::is_directory(name, ignored))
+    throw std::invalid_argument(name + ": got a directory, expected a case, a file of cases or @set");
   if (std::ifstream file(name); file) {
     int64_t number = 0;
     for (std::string line; std::getline(file, line);) {

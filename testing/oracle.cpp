@@ -6,6 +6,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "testing/compare.h"
 #include "testing/fields.h"
 
 namespace thalweg::testing {
@@ -70,6 +71,20 @@ void add_tensor(const Problem& problem, const thalweg_field& field, const std::v
   std::memcpy(out->bytes.data() + field.offset, &out->tensors[field.name], sizeof(thalweg_tensor));
 }
 
+// Infinity where storing `value` overflows, else `value` unrounded.
+double overflowed(double value, thalweg_dtype stored) {
+  if (std::fabs(value) < 65504) return value;  // every dtype holds it
+  double bits = 0;  // room for any dtype
+  store(&bits, stored, 0, value);
+  double rounded = load(&bits, stored, 0);
+  return std::isinf(rounded) ? rounded : value;
+}
+
+double smallest_normal(thalweg_dtype dtype) {
+  if (dtype == THALWEG_F16) return 0x1p-14;
+  return dtype == THALWEG_F64 ? 0x1p-1022 : 0x1p-126;
+}
+
 }  // namespace
 
 Values take_groups(const Case& c, const std::string& name, const Values& values, const std::vector<int64_t>& groups) {
@@ -124,12 +139,12 @@ std::vector<int64_t> oracle_groups(const Case& c) {
   return {groups.begin(), groups.end()};
 }
 
-Difference compare(const Values& got, const Values& want) {
+Difference compare_stored(const Values& got, const Values& want, thalweg_dtype stored) {
   Difference d;
   if (got.shape != want.shape) throw std::invalid_argument("compare: different shapes");
   double error = 0, square = 0;
   for (int64_t i = 0; i < want.count(); ++i) {
-    double g = got.data[size_t(i)], w = want.data[size_t(i)];
+    double g = got.data[size_t(i)], w = overflowed(want.data[size_t(i)], stored);
     if (std::isfinite(g) && std::isfinite(w)) {
       double gap = std::fabs(g - w);
       error += gap * gap;
@@ -141,10 +156,23 @@ Difference compare(const Values& got, const Values& want) {
       return d;
     }
   }
-  double n = double(std::max<int64_t>(1, want.count()));
+  double n = double(std::max<int64_t>(1, want.count())), floor = smallest_normal(stored), rms = std::sqrt(error / n);
   d.want_rms = std::sqrt(square / n);
-  if (error > 0) d.ratio = square > 0 ? std::sqrt(error / square) : std::numeric_limits<double>::infinity();
+  if (error > 0) d.ratio = rms / std::max(d.want_rms, floor);
+  if (square == 0 && rms > floor) d.ratio = std::numeric_limits<double>::infinity();
   return d;
+}
+
+Difference compare(const Values& got, const Values& want) { return compare_stored(got, want, THALWEG_F64); }
+
+Difference compare_output(const Case& c, const std::string& output, const Values& got, const Values& want) {
+  return compare_stored(got, want, dtype_in(c, *find_field(*c.pass, output)));
+}
+
+int64_t count_finite(const Values& want, thalweg_dtype stored) {
+  int64_t n = 0;
+  for (double w : want.data) n += std::isfinite(overflowed(w, stored));
+  return n;
 }
 
 }  // namespace thalweg::testing

@@ -1,4 +1,7 @@
 // The memory and the call of one case.
+#include <unistd.h>
+
+#include <cstdio>
 #include <cstring>
 #include <stdexcept>
 
@@ -157,7 +160,29 @@ void Problem::Impl::fill() {
   for (const auto& [name, values] : filled) write(name, values);
 }
 
+namespace {
+
+// Tensors as stored (and as they were before the call), in float64, and once more for the oracle. Counted by
+// elements: the gaps of a layout take no memory.
+void check_memory(const Case& c) {
+  double need = 0;
+  for (const thalweg_field* field : tensor_fields(*c.pass)) {
+    if (!is_present(c, *field)) continue;
+    double elements = 1;
+    for (int64_t n : shape_in(c, *field)) elements *= double(n);
+    need += elements * (2 * double(thalweg_dtype_bytes(dtype_in(c, *field))) + 2 * sizeof(double));
+  }
+  double have = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
+  if (need <= have) return;
+  char text[120];
+  std::snprintf(text, sizeof text, ": memory, got a case of %.4g GiB, expected at most %.4g GiB (what this machine has)", need / 0x1p30, have / 0x1p30);
+  throw TooLarge(c.text() + text);
+}
+
+}  // namespace
+
 Problem::Problem(const Case& c) : impl_(std::make_unique<Impl>()) {
+  check_memory(c);
   impl_->c = c;
   impl_->args.assign(c.pass->args_size, 0);
   impl_->set_options();
