@@ -26,6 +26,30 @@ void need(const Case& c, const char* size) {
     throw std::invalid_argument(testing::pass_name(*c.pass) + ": " + size + ", got none, expected " + size + "<number>");
 }
 
+[[noreturn]] void bad_knob(const Case& c, const std::string& knob, const std::string& expected) {
+  throw std::invalid_argument(testing::pass_name(*c.pass) + ": " + knob + ", got " + c.options.at(knob) +
+                              ", expected " + expected);
+}
+
+// Values that fill() could only turn into NaN, or into nothing.
+void check_knobs(const Case& c) {
+  const double cosine = c.number("cos", 0), most = c.number("beta_max", 1), scale = c.number("dscale", 1);
+  if (!(cosine >= 0 && cosine <= 1)) bad_knob(c, "cos", "0 to 1");
+  if (!std::isfinite(most)) bad_knob(c, "beta_max", "a finite number");
+  if (!std::isfinite(scale)) bad_knob(c, "dscale", "a finite number");
+  for (const char* knob : {"gate", "gate_at"})
+    if (c.has(knob) && !c.has("g")) bad_knob(c, knob, "it beside g");
+  auto at = c.options.find("gate_at");
+  if (at == c.options.end()) return;
+  char* colon = nullptr;
+  char* end = nullptr;
+  const long long token = std::strtoll(at->second.c_str(), &colon, 10);
+  if (colon != at->second.c_str() && *colon == ':') std::strtod(colon + 1, &end);
+  if (!end || end == colon + 1 || *end) bad_knob(c, "gate_at", "<token>:<number>");
+  if (token < 0 || token >= c.size("T"))
+    bad_knob(c, "gate_at", "a token of 0 to T - 1 = " + std::to_string(c.size("T") - 1));
+}
+
 void complete(Case& c) {
   auto& sizes = c.sizes;
   if (is_pass(c, "decode")) {
@@ -48,6 +72,7 @@ void complete(Case& c) {
     int64_t every = int64_t(c.number("every", 0));
     sizes.try_emplace("R", sizes["B"] * sizes["T"] / (every > 0 ? every : 64) + sizes["N"]);
   }
+  check_knobs(c);
 }
 
 // ---- Inputs ----
@@ -107,11 +132,8 @@ void fill_gate(const Case& c, Values& g, Random& random) {
     for (double& x : g.data) x = constants[size_t(random.below(int64_t(constants.size())))];
   auto at = c.options.find("gate_at");
   if (at == c.options.end()) return;
-  size_t colon = at->second.find(':');
-  if (colon == std::string::npos)
-    throw std::invalid_argument(testing::pass_name(*c.pass) + ": 'gate_at=" + at->second + "': expected <token>:<value>");
-  const int64_t token = std::atoll(at->second.c_str());
-  const double value = std::strtod(at->second.c_str() + colon + 1, nullptr);
+  const int64_t token = std::atoll(at->second.c_str());  // check_knobs() saw <token>:<number>
+  const double value = std::strtod(at->second.c_str() + at->second.find(':') + 1, nullptr);
   for (int64_t i = 0; i < g.count(); ++i)
     if (i / HV % T == token) g.data[size_t(i)] = value;
 }
@@ -202,7 +224,7 @@ double limit(const Case& c, const std::string& output) {
 constexpr const char* kKnobs =
     "gate: every g is one of these numbers joined by '/', e.g. 0/-20 or -inf; "
     "gate_at: <token>:<value>, g of that token; "
-    "cos: cosine of any two keys of a head; "
+    "cos: cosine of any two keys of a head, 0 to 1; "
     "beta_max: beta is this times a sigmoid; "
     "beta_value: every beta; "
     "dscale: factor of d_o and d_final_state";
