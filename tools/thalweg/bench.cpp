@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <iostream>
 
 #include "tools/thalweg/args.h"
@@ -266,6 +267,14 @@ int bench(const Options& options) {
   return refused ? kNegative : kOk;
 }
 
+// "" or what is wrong, as CLI::App::check has it; it says the option's name.
+std::string check_seconds(const std::string& text) {
+  char* end = nullptr;
+  double value = std::strtod(text.c_str(), &end);
+  bool ok = !text.empty() && *end == 0 && std::isfinite(value) && value > 0;
+  return ok ? "" : "got " + text + ", expected a number of seconds above 0";
+}
+
 constexpr char kFooter[] = R"(
 A case is verified against the float64 reference first; one that fails is not timed (exit code 1).
 Roofs are measured in the same process, on the same threads, before and after each case: the fp32 FMA peak of the
@@ -282,7 +291,7 @@ Action add_bench(CLI::App& app) {
   app.add_option("--pair", options->pair, "Alternate two cases in one process; the median of paired ratios a / b")->expected(2)->type_name("A B");
   app.add_option("--json", options->json, "JSON lines, one a case (- is standard output)")->type_name("FILE");
   app.add_flag("--warm", options->warm, "One copy of the tensors, warm in cache");
-  app.add_option("--seconds", options->seconds, "Time limit of a case; ends earlier when the spread is below 1 % (default 3)")->type_name("S")->check(CLI::PositiveNumber.description(""));
+  app.add_option("--seconds", options->seconds, "Time limit of a case; ends earlier when the spread is below 1 % (default 3)")->type_name("S")->check(check_seconds);
   app.add_option("--processes", options->processes, "Median over so many runs of this program (default 1)")->type_name("N")->check(CLI::Range(1, 1000).description(""));
   app.add_flag("--child", options->child)->group("");  // one of --processes: the parent verified
   app.footer(kFooter);

@@ -5,7 +5,7 @@ namespace thalweg::tool {
 void add_case_options(CLI::App& app, CaseOptions& options, bool required) {
   auto* names = app.add_option("cases", options.names, "A case string, a file of cases, @set, op@set or op.pass@set")->type_name("CASE|FILE|@SET");
   if (required) names->required();
-  app.add_option("--threads", options.threads, "Threads of every case (default: the case's, else the library's)")->type_name("N")->check(CLI::Range(1, 4096).description(""));
+  app.add_option("--threads", options.threads, "Threads of every case (default: the case's, else the library's)")->type_name("N")->check(CLI::Range(1, 1024).description(""));
   app.add_option("--isa", options.isa, "Lower the instruction set, as THALWEG_ISA does")
       ->type_name("ISA")->check(CLI::IsMember({"portable", "avx2", "avx512"}).description("portable avx2 avx512"));
   app.add_option("--kernel", options.kernel, "Force this kernel row, as kernel= in a case")->type_name("NAME");
@@ -26,6 +26,7 @@ void check_kernel(const testing::Case& c) {
 
 std::vector<testing::Case> cases_of(const CaseOptions& options) {
   lower_isa(options.isa);
+  cpu_device();  // a wrong THALWEG_ISA or THALWEG_NUM_THREADS is refused here, once
   std::vector<testing::Case> out;
   for (const std::string& name : options.names)
     for (testing::Case& c : testing::find_cases(name)) {

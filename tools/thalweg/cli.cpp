@@ -51,6 +51,22 @@ int fail_with(const std::string& text, int code) {
   return code;
 }
 
+// What CLI11 only calls a missing subcommand: a name that is none, of a subcommand or of `run`'s pass; or "".
+std::string wrong_name(int argc, const char* const* argv) {
+  if (argc < 2 || argv[1][0] == '-') return "";
+  std::string names;
+  for (const auto& sub : kSubcommands) names += std::string(" ") + sub.name;
+  if ((names + " ").find(" " + std::string(argv[1]) + " ") == std::string::npos)
+    return fmt::format("subcommand, got {}, expected one of:{}", argv[1], names);
+  if (std::string_view(argv[1]) != "run" || argc < 3 || argv[2][0] == '-') return "";
+  try {
+    find_pass(argv[2]);
+    return "";
+  } catch (const UsageError& e) {
+    return std::string("run: ") + e.what();
+  }
+}
+
 }  // namespace
 
 int run_tool(int argc, const char* const* argv) {
@@ -73,10 +89,7 @@ int run_tool(int argc, const char* const* argv) {
     app.exit(e);
     return kOk;
   } catch (const CLI::Error& e) {
-    std::string names;
-    for (const auto& sub : kSubcommands) names += std::string(" ") + sub.name;
-    if (argc > 1 && argv[1][0] != '-' && (names + " ").find(" " + std::string(argv[1]) + " ") == std::string::npos)
-      return fail_with(fmt::format("subcommand, got {}, expected one of:{}", argv[1], names), kUsage);
+    if (std::string text = wrong_name(argc, argv); !text.empty()) return fail_with(text, kUsage);
     return fail_with(std::string(e.what()) + "\nRun with --help for more.", kUsage);
   }
   try {

@@ -124,7 +124,7 @@ int run(const thalweg_pass& pass, const Options& options) {
   for (const std::string& source : options.in) load_inputs(source, args, tensors);
   check_required(args, tensors);
   hold_outputs(options, args, tensors);
-  check_targets(options.out, args, tensors);
+  check_targets(options.out, options.in, args, tensors);
   thalweg_context ctx{};
   ctx.size = sizeof ctx;
   ctx.num_threads = options.threads;
@@ -199,7 +199,7 @@ Action add_run(CLI::App& app) {
     one.add_option("--in", options.in, "FILE.safetensors, or name=FILE.npy; may be repeated")->required()->type_name("FILE")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     one.add_option("--out", options.out, "FILE.safetensors for all outputs, or name=FILE.npy; may be repeated")->required()->type_name("FILE")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     one.add_option("--want", options.want, "Optional outputs, separated by commas, with a dtype where wished (final_state=bf16); all")->type_name("NAMES")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-    one.add_option("--threads", options.threads, "Threads (default: the library's)")->type_name("N")->check(CLI::Range(1, 4096).description(""));
+    one.add_option("--threads", options.threads, "Threads (default: the library's)")->type_name("N")->check(CLI::Range(1, 1024).description(""));
     one.add_option("--kernel", options.kernel, "Force a kernel row")->type_name("NAME");
     for (int64_t f = 0; f < pass->num_fields; ++f)
       if (pass->fields[f].kind != THALWEG_TENSOR) add_field_option(one, pass->fields[f], options);

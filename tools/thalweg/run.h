@@ -30,8 +30,8 @@ void hold_output(const thalweg_field& field, const std::vector<int64_t>& shape, 
 // Writes the outputs to FILE.safetensors (all), name=FILE.npy or name=FILE.safetensors (one).
 // Returns a line per file for people.
 std::vector<std::string> save_outputs(const std::vector<std::string>& targets, Args& args, const Tensors& tensors);
-// Refuses targets that save_outputs would, before any work is done.
-void check_targets(const std::vector<std::string>& targets, Args& args, const Tensors& tensors);
+// Refuses targets that save_outputs would, and those that are a file of `sources`, before any work is done.
+void check_targets(const std::vector<std::string>& targets, const std::vector<std::string>& sources, Args& args, const Tensors& tensors);
 
 }  // namespace thalweg::tool
 #endif

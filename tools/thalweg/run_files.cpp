@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 
 #include "testing/fields.h"
 #include "tools/thalweg/npy.h"
@@ -139,8 +140,17 @@ void hold_output(const thalweg_field& field, const std::vector<int64_t>& shape, 
   place(field, shape, {}, dtype, std::move(held), args, tensors);
 }
 
-void check_targets(const std::vector<std::string>& targets, Args& args, const Tensors& tensors) {
-  for (const std::string& text : targets) names_for(target_of(text, "--out"), args, tensors);
+void check_targets(const std::vector<std::string>& targets, const std::vector<std::string>& sources, Args& args, const Tensors& tensors) {
+  for (const std::string& text : targets) {
+    Target target = target_of(text, "--out");
+    names_for(target, args, tensors);
+    for (const std::string& source : sources) {
+      std::error_code absent;  // links count as what they lead to
+      std::string in = target_of(source, "--in").file;
+      if (std::filesystem::equivalent(target.file, in, absent))
+        throw UsageError(fmt::format("--out, got {}, expected another file than {} of --in", target.file, in));
+    }
+  }
 }
 
 std::vector<std::string> save_outputs(const std::vector<std::string>& targets, Args& args, const Tensors& tensors) {
