@@ -8,6 +8,8 @@
 #include <limits>
 
 #include "testing/buffer.h"
+#include "testing/case.h"
+#include "testing/compare.h"
 #include "tests/support.h"
 
 namespace thalweg::tests {
@@ -67,6 +69,36 @@ TEST(Cases, FilesOfCases) {
     EXPECT_NE(std::string(e.what()).find(":1: "), std::string::npos) << e.what();
   }
   std::remove(path.c_str());
+}
+
+std::string parse_error(const std::string& text) {
+  try {
+    tt::find_cases(text);
+    return "";
+  } catch (const std::invalid_argument& e) {
+    return e.what();
+  }
+}
+
+TEST(Cases, WhatCannotBeMeantIsRefused) {
+  const std::string rule = "gated_delta_rule.fwd:f32,T5,H1,K8,beta,g";
+  EXPECT_EQ(parse_error(rule + ",f32"), "");  // the same twice, as with sizes
+  for (auto [text, why] : {std::pair{rule + ",bf16", "'bf16': dtype given twice, got 'bf16', expected f32"},
+                           {rule + ",K9", "size given twice"},
+                           {"gated_rms_norm.fwd:f32,M9999999999999,D9999999999", "x: shape, got more than 2^59 elements"},
+                           {::testing::TempDir(), "got a directory, expected a case"},
+                           {rule + ",cos=3", "cos, got 3, expected 0 to 1"},
+                           {rule + ",cos=-0.5", "cos, got -0.5"},
+                           {rule + ",beta_max=inf", "beta_max, got inf"},
+                           {rule + ",gate_at=5:-1", "gate_at, got 5:-1, expected a token of 0 to T - 1 = 4"},
+                           {rule + ",gate_at=-1:-1", "gate_at, got -1:-1"},
+                           {rule + ",gate_at=2", "gate_at, got 2, expected <token>:<number>"},
+                           {rule + ",gate_at=2:", "expected <token>:<number>"},
+                           {rule + ",gate_at=2:x", "expected <token>:<number>"},
+                           {std::string("gated_delta_rule.fwd:f32,T5,H1,K8,beta,gate=1"), "gate, got 1, expected it beside g"}})
+    EXPECT_NE(parse_error(text).find(why), std::string::npos) << text << ": got: " << parse_error(text);
+  EXPECT_EQ(parse_error(rule + ",gate_at=4:-inf"), "");
+  EXPECT_EQ(parse_error(rule + ",cos=1"), "");
 }
 
 // Every operator brings the sets that the tool and the tests count on, and each tensor is in one of them.
@@ -193,6 +225,33 @@ TEST(Compare, RatioMasksAndWorst) {
   EXPECT_EQ(tt::compare(values({}), values({})).ratio, 0);
 }
 
+// What the storage cannot hold is judged as such, and nothing else is.
+TEST(Compare, ByWhatTheStorageHolds) {
+  const double inf = INFINITY, tiny = 0x1p-126;
+  auto ratio = [](double got, double want, thalweg_dtype stored) {
+    return tt::compare_stored(Values{{2}, {got, 1}}, Values{{2}, {want, 1}}, stored).ratio;
+  };
+  EXPECT_EQ(ratio(inf, 75376, THALWEG_F16), 0);
+  EXPECT_EQ(ratio(-inf, -75376, THALWEG_F16), 0);
+  EXPECT_EQ(ratio(inf, 65520, THALWEG_F16), 0);    // rounds to infinity
+  EXPECT_EQ(ratio(inf, 65519, THALWEG_F16), inf);  // rounds to 65504
+  EXPECT_EQ(ratio(65504, 75376, THALWEG_F16), inf);
+  EXPECT_EQ(ratio(-inf, 75376, THALWEG_F16), inf);
+  EXPECT_EQ(ratio(inf, 75376, THALWEG_BF16), inf);
+  EXPECT_EQ(ratio(inf, 1e39, THALWEG_F32), 0);
+  EXPECT_EQ(ratio(inf, 1e39, THALWEG_F64), inf);
+  EXPECT_EQ(tt::count_finite(Values{{4}, {75376, 65504, inf, std::nan("")}}, THALWEG_F16), 1);
+
+  auto one = [](double got, double want, thalweg_dtype stored) { return tt::compare_stored(Values{{1}, {got}}, Values{{1}, {want}}, stored).ratio; };
+  EXPECT_LT(one(0, 1e-77, THALWEG_F32), 1e-30);
+  EXPECT_LT(one(0, 1e-21, THALWEG_F16), 1e-16);
+  EXPECT_EQ(one(0, 1e-77, THALWEG_F64), 1);
+  EXPECT_EQ(one(0, 1e-21, THALWEG_F32), 1);
+  EXPECT_EQ(one(0, tiny, THALWEG_F32), 1);      // the smallest normal number is held
+  EXPECT_EQ(one(0, tiny / 2, THALWEG_F32), 0.5);  // and subnormal ones are not free
+  EXPECT_EQ(one(1e-3, 0, THALWEG_F16), inf);
+}
+
 TEST(Compare, RoundingToStorageHappensOnce) {
   // 1 + 2^-9 + 2^-40 is above the middle of two bf16 numbers, but float would round it onto the middle.
   uint16_t bits;
@@ -222,6 +281,43 @@ TEST(Verify, FindsAWrongElement) {
       wrong[name].data.back() = std::nan("");
       EXPECT_NE(out_of_limit(cases[0], wrong, want), "") << name;
     }
+  }
+}
+
+// Overflow that the storage asks for passes in every row, and underflow too.
+TEST(Verify, RangeOfTheStorage) {
+  int infinite = 0;
+  for (const tt::Verdict& v : tt::verify_all_kernels(tt::parse_case("short_conv.fwd:f16,T200,D8,W4,x_scale=60000"))) {
+    if (v.status == "skipped") continue;
+    EXPECT_TRUE(v.passed()) << v.kernel << ": " << v.reason;
+    Case c = tt::parse_case(v.case_text);
+    for (double y : run(c).at("y").data) infinite += std::isinf(y);
+  }
+  EXPECT_GT(infinite, 0);
+  for (const tt::Verdict& v : tt::verify_all_kernels(tt::parse_case("gated_delta_rule.bwd:f32,T70,H1,K64,HV2,V1,g,beta,A_log,d_final_state,d_q,d_initial_state,use_gate,seed=9749")))
+    if (v.status != "skipped") {
+      EXPECT_TRUE(v.passed()) << v.kernel << ": " << v.reason;
+    }
+}
+
+TEST(Verify, NothingToCompareIsNoPass) {
+  for (const tt::Verdict& v : tt::verify_all_kernels(tt::parse_case("gated_delta_rule.fwd:f32,T5,H1,K8,g,beta,gate=nan"))) {
+    if (v.status == "skipped") continue;
+    EXPECT_EQ(v.status, "failed") << v.kernel;
+    EXPECT_NE(v.reason.find("nothing to compare"), std::string::npos) << v.reason;
+  }
+  EXPECT_TRUE(tt::verify(tt::parse_case("gated_delta_rule.fwd:f32,B0,T5,H1,K8,g,beta")).passed());
+}
+
+TEST(Verify, WhatMemoryCannotHoldIsNoVerdict) {
+  for (const thalweg_pass* pass : all_passes()) {
+    std::vector<Case> cases = pass_cases(*pass, {"smoke"}, 1e7);
+    ASSERT_FALSE(cases.empty());
+    Case c = cases[0];
+    for (const char* size : {"B", "N", "M"})
+      if (c.sizes.count(size)) c.sizes[size] = int64_t(1) << 40;
+    EXPECT_THROW(tt::verify(c), tt::TooLarge) << c.text();
+    EXPECT_THROW(tt::verify_all_kernels(c), tt::TooLarge) << c.text();
   }
 }
 

@@ -289,6 +289,44 @@ TEST(Tool, HelpVersionAndWrongUse) {
   expect_refused({"verify", "nothing.fwd:f32"}, "nothing.fwd");
   expect_refused({"verify", "@nothing"}, "nothing");
   expect_refused({"bench"}, "expected CASE");
+  std::string pass = tool::pass_name(*thalweg_pass_at(0));
+  expect_refused({"run", "nosuch.fwd", "--in", "a", "--out", "b"}, "pass, got nosuch.fwd, expected one of: " + pass);
+  for (const char* seconds : {"-1", "0", "nan", "inf", "x", ""})
+    expect_refused({"bench", "@smoke", "--seconds", seconds}, std::string("--seconds: got ") + seconds + ", expected a number of seconds above 0");
+  expect_refused({"verify", "@smoke", "--threads", "1025"}, "--threads: Value 1025 not in range");
+  expect_refused({"run", pass, "--in", "a.safetensors", "--out", "b.safetensors", "--threads", "1025"}, "--threads: Value 1025 not in range");
+}
+
+TEST(Tool, VerifyRefusesWhatIsNoVerdict) {
+  Folder folder;
+  expect_refused({"verify", folder.file("")}, "got a directory, expected a case, a file of cases or @set");
+  testing::Case c = testing::find_cases("@smoke").at(0);
+  for (const char* size : {"B", "N", "M"})
+    if (c.sizes.count(size)) c.sizes[size] = int64_t(1) << 40;
+  for (const char* command : {"verify", "bench"}) {
+    expect_refused({command, c.text()}, "memory, got a case of");
+    EXPECT_EQ(tool({command, c.text()}).out.find("failed"), std::string::npos);
+  }
+}
+
+// --out over a file of --in would lose the inputs, by whatever name it is reached.
+TEST(Tool, RunKeepsItsInputs) {
+  Folder folder;
+  testing::Case c = testing::find_cases("@smoke").at(0);
+  testing::Problem problem(c);
+  std::vector<Array> arrays;
+  for (const auto& [name, values] : problem.inputs()) {
+    thalweg_tensor& t = problem.tensor(name);
+    arrays.push_back({name, t.dtype, values.shape, {}, {static_cast<const std::byte*>(t.data), values.data.size() * thalweg_dtype_bytes(t.dtype)}});
+  }
+  std::string in = folder.file("in.safetensors"), link = folder.file("link.safetensors"), hard = folder.file("hard.safetensors");
+  files::write_safetensors(in, arrays);
+  std::filesystem::create_symlink(in, link);
+  std::filesystem::create_hard_link(in, hard);
+  auto before = files::read_file(in);
+  for (const std::string& out : {in, link, hard, folder.file("./in.safetensors")})
+    expect_refused({"run", tool::pass_name(*c.pass), "--in", in, "--out", out}, "--out, got " + out + ", expected another file than " + in + " of --in");
+  EXPECT_EQ(files::read_file(in), before);
 }
 
 TEST(Tool, ListNamesEveryPassAndKernel) {
@@ -462,6 +500,20 @@ TEST(Tool, CompareSaysFasterOrRefuses) {
   expect_refused({"compare", a, write("j", "{")}, "j:1: got a line that is not a JSON object");
   expect_refused({"compare", a, write("m", "{\"case\":\"x\",\"threads\":1}")}, "median_us, got none");
   expect_refused({"compare", a, write("o", record("other", 1, true))}, "no case in common");
+  expect_refused({"compare", a, write("z", record("x:f32", 0, true))}, "z:1: median_us, got 0, expected a number above 0");
+  expect_refused({"compare", write("s", record("x:f32", -1, true)), a}, "s:1: median_us, got -1");
+  std::string twice = record("y:f32", 5, true) + record("x:f32", 50, true) + record("x:f32", 60, true);
+  expect_refused({"compare", a, write("d", twice)}, "d:3: got a second line of x:f32 @2 with kernel k, expected one");
+  auto with_kernel = [](const std::string& kernel, double us) {
+    tool::Json r = tool::Json::parse(record("x:f32,kernel=" + kernel, us, true));
+    r["kernel"] = kernel;
+    return r.dump() + "\n";
+  };
+  std::string rows = write("r", with_kernel("one", 10) + with_kernel("two", 30));
+  o = tool({"compare", rows, write("q", with_kernel("two", 10) + with_kernel("one", 10))});  // each beside its own
+  EXPECT_EQ(o.code, 0) << o.err;
+  EXPECT_NE(o.out.find("3.000"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("1.000"), std::string::npos) << o.out;
   expect_refused({"compare", a, folder.file("absent")}, "cannot be opened");
 }
 
