@@ -65,15 +65,25 @@ void fill_recurrence(const Case& c, Oracle* oracle) {
     oracle->recurrence[name] = ok ? compare_output(c, name, take_groups(c, name, problem.read(name), oracle->groups), want).ratio : 0;
 }
 
+// Heads that the oracle left out are not compared, but where it found numbers only, they must hold numbers.
+bool has_unwritten(const Values& all, const Values& want) {
+  auto is_nan = [](double x) { return std::isnan(x); };
+  return std::none_of(want.data.begin(), want.data.end(), is_nan) && std::any_of(all.data.begin(), all.data.end(), is_nan);
+}
+
 void compare_outputs(Problem& problem, const Case& c, Oracle* oracle, Verdict* verdict) {
   for (const auto& [name, want] : oracle->outputs) {
-    Values got = take_groups(c, name, problem.read(name), oracle->groups);
+    Values all = problem.read(name), got = take_groups(c, name, all, oracle->groups);
     Verdict::Output out{name, compare_output(c, name, got, want), limit_of(c, name), true};
+    if (!oracle->groups.empty() && has_unwritten(all, want)) {
+      out.ok = false;
+      verdict->reason = name + ": NaN in a head that was not compared, expected numbers";
+    }
     if (out.limit == 0 && want.count() > 0) {
       fill_recurrence(c, oracle);
       out.limit = kTimesRecurrence * oracle->recurrence.at(name);
     }
-    out.ok = out.difference.ratio <= out.limit;
+    out.ok = out.ok && out.difference.ratio <= out.limit;
     if (!out.ok && verdict->reason.empty()) {
       int64_t at = out.difference.worst_at;
       verdict->reason = name + format(": RMS ratio, got %.3g, expected at most %.3g", out.difference.ratio, out.limit);

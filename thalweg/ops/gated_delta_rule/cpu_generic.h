@@ -122,14 +122,16 @@ A sigmoid(A x) {
 // The scalars of one token and value head, after the fused gate and sigmoid.
 template <class A>
 struct Scalars {
-  A g, decay, beta;
+  A g, beta;
+  A decay;       // exp(g)
+  A loss;        // exp(g) - 1
   A g_slope;     // dg / d(raw gate), or 1
   A beta_slope;  // dbeta / d(logit), or 1
 };
 
 template <class A, class Args>
 Scalars<A> load_scalars(const Args& a, int64_t b, int64_t token, int64_t hv) {
-  Scalars<A> s{0, 1, 1, 1, 1};
+  Scalars<A> s{0, 1, 1, 0, 1, 1};
   if (is_there(a.g)) s.g = load_scalar<A>(a.g, b, token, hv);
   if (a.use_gate) {
     A x = s.g;
@@ -139,7 +141,7 @@ Scalars<A> load_scalars(const Args& a, int64_t b, int64_t token, int64_t hv) {
     s.g = -rate * (x > 20 ? x : std::log1p(std::exp(x)));
     s.g_slope = -rate * (x > 20 ? A(1) : sigmoid(x));
   }
-  if (is_there(a.g)) s.decay = std::exp(s.g);
+  if (is_there(a.g)) s.decay = std::exp(s.g), s.loss = std::expm1(s.g);
   if (is_there(a.beta)) s.beta = load_scalar<A>(a.beta, b, token, hv);
   if (a.use_beta_sigmoid) {
     A c = a.allow_neg_eigval ? 2 : 1, p = sigmoid(s.beta), not_p = sigmoid(-s.beta);
@@ -157,17 +159,27 @@ A l2norm(A* x, int64_t n) {
   return rstd;
 }
 
+// row [n] <- exp(g) row. A gate near 0 takes away a loss instead of multiplying by a rounded exp(g), whose
+// error would be the same at every token of a constant gate, and add up.
+template <class A>
+void decay_row(A* row, const Scalars<A>& s, int64_t n) {
+  if (s.loss > A(-0.25))
+    for (int64_t j = 0; j < n; ++j) row[j] += row[j] * s.loss;
+  else
+    for (int64_t j = 0; j < n; ++j) row[j] *= s.decay;
+}
+
 // S [K V] takes in one token; r [V] holds v before and the delta v - S~^T k after.
 template <class A>
-void step(A* S, const A* k, A decay, A beta, A* r, int64_t K, int64_t V) {
+void step(A* S, const A* k, const Scalars<A>& s, A* r, int64_t K, int64_t V) {
   for (int64_t i = 0; i < K; ++i) {
     A* row = S + i * V;
-    for (int64_t j = 0; j < V; ++j) row[j] *= decay;
+    decay_row(row, s, V);
     for (int64_t j = 0; j < V; ++j) r[j] -= k[i] * row[j];
   }
   for (int64_t i = 0; i < K; ++i) {
     A* row = S + i * V;
-    A write = k[i] * beta;
+    A write = k[i] * s.beta;
     for (int64_t j = 0; j < V; ++j) row[j] += write * r[j];
   }
 }

@@ -121,7 +121,7 @@ class Task {
     s_.rstd_q[i] = a_.use_qk_l2norm ? l2norm(q, K_) : A(1);
     s_.rstd_k[i] = a_.use_qk_l2norm ? l2norm(k, K_) : A(1);
     s_.scalars[i] = load_scalars<A>(a_, b_, first_ + t, hv);
-    step(S, k, s_.scalars[i].decay, s_.scalars[i].beta, r, K_, V_);
+    step(S, k, s_.scalars[i], r, K_, V_);
   }
 
   void backward(int64_t hv, int64_t t, int64_t i, double* sums) {
@@ -147,7 +147,7 @@ class Task {
       s_.dk[x] = dot(row, s_.u, V_) - decay * dot(old, s_.dv, V_);
       for (int64_t j = 0; j < V_; ++j) row[j] -= k[x] * s_.dv[j];
       dg += decay * dot(row, old, V_);
-      for (int64_t j = 0; j < V_; ++j) row[j] *= decay;
+      decay_row(row, scalars, V_);
     }
     add_l2norm_gradient(q, s_.rstd_q[i], s_.dq, s_.sum_dq + t * K_);
     add_l2norm_gradient(k, s_.rstd_k[i], s_.dk, s_.sum_dk + t * K_);

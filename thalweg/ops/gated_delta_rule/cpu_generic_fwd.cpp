@@ -45,7 +45,7 @@ void run_token(const Problem& p, const Args& a, int64_t b, int64_t t, int64_t hv
   load_token(a.v, b, t, hv, V, s.r);
   if (a.use_qk_l2norm) l2norm(s.q, K), l2norm(s.k, K);
   Scalars<A> scalars = load_scalars<A>(a, b, t, hv);
-  step(s.S, s.k, scalars.decay, scalars.beta, s.r, K, V);
+  step(s.S, s.k, scalars, s.r, K, V);
   for (int64_t j = 0; j < V; ++j) s.o[j] = 0;
   for (int64_t i = 0; i < K; ++i) {
     const A factor = A(p.scale) * s.q[i];
