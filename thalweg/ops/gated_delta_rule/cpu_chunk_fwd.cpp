@@ -8,15 +8,18 @@
 // Shapes   q,k [B T H K]  v,o [B T HV V]  g,beta [B T HV]  states [N HV K V], chunk_states [R HV K V]
 // Takes    q,k,v,o float32, bfloat16 or float16, rows contiguous, any alignment and outer strides; K and V from
 //          1 to 512 (padded with 0 in scratch); everything else of the operator. Not float64.
-// Threads  a task is a (sequence, key head), with all its value heads; where that gives fewer than kMinTasks
-//          tasks, the panels of its states are split over several, by the problem's size alone. Columns of a
-//          state do not mix, so the cut changes no bit. More tasks clear the rows of o past the last sequence.
+// Threads  a task is one sequence and 1, 2 or 4 neighbouring key heads with all their value heads, which take turns
+//          block by block: their rows of [B T H K] storage share pages, which are walked once for all. More than 1
+//          only where rows share pages, states fit kHeadBytes and 2 tasks a slot are left. Where even 1 leaves fewer
+//          than kMinTasks tasks, the panels of a head's states are split over several, by the problem's size alone.
+//          Heads and columns of a state do not mix, so neither storage nor slots change a bit. More tasks clear
+//          the rows of o past the last sequence.
 // Vectors  AVX2 6x2 and AVX-512 8x2 tiles (blocks/gemm.h); k and q transposed in scratch, so every broadcast has a
 //          constant stride and dot(k_i, k_j), dot(q_i, k_j) are products of the same kind.
 // Tile     C = 16; a block of kChunks chunks prepares keys once for all value heads, and a panel of 2 vectors of
 //          columns (K x 2 vectors: 16 KiB with AVX-512, 8 KiB with AVX2, K = 128) stays in the L1 for a block.
-// Scratch  per task (Scratch below): states of its value heads in panels, one block of keys, values, decays.
-//          K = V = 128, HV = 2H: 247 KiB.
+// Scratch  per task (Scratch below): states of its value heads in panels, one block of keys, values, decays of one
+//          key head. K = V = 128, HV = 2H: 631 KiB, of which 512 KiB are states of 4 key heads; 247 KiB with 1.
 // Numerics float32 with float32 state. Exponents are sums of neighbouring g, added up from the later end of the
 //          pair's earlier token, never differences of a running sum: exact after -1000, no inf - inf, and the
 //          error does not grow with the gate. Rows of a tile only read earlier rows (triangles are walked, not
@@ -25,25 +28,30 @@
 //          RMS ratio of o and states 1.5e-7 .. 3.5e-7 on random data for every gate from 0 to -inf; keys of cosine
 //          0.99 with beta up to 2: 5e-7, 1 to 1.5 times the plain float32 recurrence.
 // Traps    - GCC drops calls of a function that only prefetches; simd.h's prefetch is asm for that reason.
-//          - A token's row of [B T H K] storage is on a page of its own: with no fetching at all, waiting for rows cost 15 %. One
-//            walk among products is not hidden (it outlasts the reorder window): fetching a whole row between
-//            tiles lost 5 %; walks in bursts, then the rest of the rows between products, won 8 %.
+//          - A token's row of [B T H K] storage is on a page of its own: with no fetching at all, waiting for rows cost
+//            15 %. One walk among products is not hidden (it outlasts the reorder window): fetching a whole row
+//            between tiles lost 5 %; walks in bursts, then the rest of the rows between products, won 8 %.
 //          - o is streamed where rows are aligned; plain stores lost 3 %.
 //          - v and o share a buffer: o replaces v row by row, after the row's u is solved.
 //          - The first version computed element addresses inside the copy loops: 12 % of the time.
 // Measured 2 cores of an EPYC (Zen 5) under a hypervisor, B1 T4096 H16 HV32 K=V=128, float32, l2norm, gate, beta
 //          sigmoid, final state. Share: 16.1 GFLOP in the CPU time of 2 threads (the machine was shared, wall-clock
 //          times mean nothing) over the FMA peak of the same process with the same vectors; medians.
-//            AVX-512  0.82 (36 ms at 542 GFLOP/s)   with 2 MiB pages 0.87 (34.6 ms)
-//            AVX2     0.89 (65 ms at 275 GFLOP/s)   with 2 MiB pages 0.94 (63.5 ms)
-//          Predicted from counts of products and loads (13.7 GFLOP are done): 1.0. The rest is page walks
-//          and cache misses: with q,k,v,o stored as [B H T K] it is 0.93 and 0.96.
-//          Time over that of the default: bfloat16 0.95 and 0.99, float16 0.94 and 0.96; g,beta as [B HV T] 0.98
-//          and 0.99; q,k,v,o as [B H T K] 0.88 and 0.93 (fewer pages; 0.94 and 0.97 with 2 MiB pages).
-//          t(262144) / t(4096) at H2 HV4 bfloat16: 65 and 64.
+//            AVX-512  0.92 (32 ms at 539 GFLOP/s)
+//            AVX2     0.97 (61 ms at 271 GFLOP/s)
+//          Predicted from counts of products and loads (13.7 GFLOP are done): 1.0. The rest is cache misses and
+//          what is left of the page walks.
+//          Time over that of the default: bfloat16 0.97 and 0.99, float16 0.97 and 0.99; g,beta as [B HV T] 1.00.
+//          q,k,v,o as [B H T K] (fewer pages), paired, 6 processes: 0.97 .. 0.985 and 0.98 .. 0.99; with 2 MiB pages
+//          0.975 .. 0.99 and 0.98 .. 0.99.
+//          Key heads of a task, against one head whose v and o were touched head by head (that: [B H T K] over
+//          default 0.88 .. 0.95 and 0.93 .. 0.95): one page touched once 0.99 and 0.99; 2 heads 0.94 .. 0.98 and
+//          0.95 .. 0.98, 4 heads (AVX-512) 2 % less. [B H T K] keeps 1 head: 4 cost it 2 %.
+//          t(262144) / t(4096) at H2 HV4 bfloat16: 65 .. 67.
 //          Parts, AVX-512: K S, Q S and the solve 54 %, update 28 %, keys 7 %, values and output 7 %, gates 2 %.
 //          Lost: blocks of 128 tokens (2 %) and 256 (4 %); 32 tokens and prefetching into the L2 only made no
-//          difference. Not tried: decays kept apart from the state (1 of 17 products of the update).
+//          difference; bursts of 4 tokens (1 %), of 32 and 64 none. Not tried: decays kept apart from the state
+//          (1 of 17 products of the update).
 //
 #include "thalweg/cpu/blocks/gemm.h"
 #include "thalweg/cpu/blocks/rows.h"
@@ -57,8 +65,12 @@ using Args = thalweg_gated_delta_rule_fwd_args;
 
 constexpr int64_t kChunks = 4;      // chunks of a block: keys are prepared and panels loaded once a block
 constexpr int64_t kBlock = kChunks * C;
-constexpr int64_t kTouchEvery = 2;  // panels of a chunk between two bursts of page walks
 constexpr int64_t kMinTasks = 8;    // below this, the columns of V are split over tasks
+constexpr int64_t kMaxHeads = 4;           // key heads of a task, where
+constexpr int64_t kHeadBytes = 512 << 10;  // their states are no larger than this (they should fit the L2),
+constexpr int64_t kMinGroups = 4;          // as many tasks are left,
+constexpr int64_t kTasksPerSlot = 2;       // as many for each slot,
+constexpr int64_t kManyPerSlot = 8;        // and equally many for each slot or so many
 constexpr int64_t kZeroRows = 1024; // rows of o past the last sequence that one task clears
 constexpr float kEps = 1e-6f;       // of the l2norm, inside the root
 
@@ -68,19 +80,39 @@ struct Cut {
   int64_t Kp;      // K padded to whole vectors
   int64_t panels;  // of one value head
   int64_t parts;   // tasks that share one (sequence, key head)
-  int64_t units;   // at most, of one task
+  int64_t units;   // at most, of one task and key head
+  int64_t heads;   // key heads of a task
+  int64_t groups;  // of key heads
 };
 
-Cut cut_of(const Problem& p) {
+// With `heads` key heads to a task, or fewer where that would leave too few tasks, or slots idle at the end.
+Cut cut_of(const Problem& p, int64_t heads, int64_t slots) {
   Cut cut;
   cut.G = p.HV / p.H;
   cut.Kp = round_up(p.K, kLanes);
   cut.panels = round_up(p.V, kPanel) / kPanel;
-  int64_t groups = p.N * p.H, all = cut.G * cut.panels;
-  int64_t parts = groups > 0 ? (kMinTasks + groups - 1) / groups : 1;
+  int64_t pairs = p.N * p.H, all = cut.G * cut.panels;
+  int64_t parts = pairs > 0 ? (kMinTasks + pairs - 1) / pairs : 1;
   cut.parts = parts < all ? parts : all;
   cut.units = (all + cut.parts - 1) / cut.parts;
+  int64_t bytes = all * cut.Kp * kPanel * int64_t(sizeof(float));
+  if (cut.parts > 1) heads = 1;
+  for (; heads > 1; heads /= 2) {
+    int64_t tasks = p.N * (p.H / heads);
+    bool enough = tasks >= kMinGroups && tasks >= kTasksPerSlot * slots;
+    bool even = tasks % slots == 0 || tasks >= kManyPerSlot * slots;
+    if (p.H % heads == 0 && heads * bytes <= kHeadBytes && enough && even) break;
+  }
+  cut.heads = heads;
+  cut.groups = p.H / heads;
   return cut;
+}
+
+// How many key heads are worth a task: as long as some of their rows share pages.
+int64_t heads_of(const Problem& p, const Args& a) {
+  int64_t q = a.q.stride[2], v = a.v.stride[2] * (p.HV / p.H), heads = kMaxHeads;
+  while (heads > 1 && heads / 2 * (q < v ? q : v) * element_bytes(p.dtype) >= kPageBytes) heads /= 2;
+  return heads;
 }
 
 // A task's scratch; chunks follow one another, each array 64-byte aligned.
@@ -99,11 +131,10 @@ struct Scratch {
   float* u;     // [C kPanel]       what each token writes
   float* w;     // [C kPanel]       d_j u_j
   float* line;  // [512]
-  float* s;     // [units Kp kPanel]  states
+  float* s;     // [heads units Kp kPanel]  states
 };
 
-int64_t carve(const Problem& problem, char* base, Scratch* out) {
-  Cut cut = cut_of(problem);
+int64_t carve(const Cut& cut, char* base, Scratch* out) {
   int64_t offset = 0;
   auto take = [&](int64_t floats) {
     float* at = reinterpret_cast<float*>(base + offset);
@@ -124,7 +155,7 @@ int64_t carve(const Problem& problem, char* base, Scratch* out) {
   out->u = take(C * kPanel);
   out->w = take(C * kPanel);
   out->line = take(512);
-  out->s = take(cut.units * cut.Kp * kPanel);
+  out->s = take(cut.heads * cut.units * cut.Kp * kPanel);
   return offset;
 }
 
@@ -137,11 +168,12 @@ struct Call {
   int64_t rows_end;  // where the last sequence ends
 };
 
-// One task's place: columns `first` .. `last` (in units) of the value heads of key head h.
+// One task's place: columns `first` .. `last` (in units) of the value heads of each key head from first_head to
+// end_head, of which h is worked on.
 struct Task {
   const Call* call;
   Scratch x;
-  int64_t n, h, first, last;
+  int64_t n, h, first_head, end_head, first, last;
   Span span;
 };
 
@@ -319,28 +351,52 @@ template <class S>
   }
 }
 
+// First value head of key head h that the task works on, and how many.
+int64_t first_value_head(const Task& t, int64_t h) { return h * t.call->cut.G + t.first / t.call->cut.panels; }
+int64_t value_heads(const Task& t) {
+  return (t.last - 1) / t.call->cut.panels - t.first / t.call->cut.panels + 1;
+}
+
 // For the block that starts at `row` and follows one of `chunks` chunks.
-Ahead ahead_of(const Task& t, int64_t row, int64_t chunks) {
+Touch touch_of(const Task& t, int64_t row, int64_t chunks) {
+  const Problem& pb = *t.call->problem;
+  const Args& a = *t.call->args;
+  int64_t bytes = element_bytes(pb.dtype), left = t.span.end - row, keys = t.end_head - t.first_head;
+  Touch f{};
+  f.steps = keys * chunks * (t.last - t.first);
+  if (left <= 0) return f;
+  f.tokens = left < kBlock ? left : kBlock;
+  f.bursts = (f.tokens + kBurst - 1) / kBurst;
+  f.due = f.steps - f.bursts;  // the first burst comes at once
+  int64_t b = row / pb.T, token = row % pb.T;
+  const thalweg_tensor* tensors[4] = {&a.q, &a.k, &a.v, &a.o};
+  for (int j = 0; j < 4; ++j) {
+    f.at[j] = element_at(*tensors[j], b, token, j < 2 ? t.first_head : first_value_head(t, t.first_head));
+    f.stride[j] = tensors[j]->stride[1] * bytes;
+    f.head_stride[j] = tensors[j]->stride[2] * bytes;
+    f.heads[j] = j < 2 ? keys : value_heads(t) + (keys - 1) * t.call->cut.G;
+  }
+  return f;
+}
+
+// For `count` tokens from `row` of key head h, while one of `chunks` chunks is worked on.
+Fetch fetch_of(const Task& t, int64_t h, int64_t row, int64_t count, int64_t chunks) {
   const Problem& pb = *t.call->problem;
   const Args& a = *t.call->args;
   const Cut& cut = t.call->cut;
-  int64_t bytes = element_bytes(pb.dtype), left = t.span.end - row;
-  Ahead f{};
-  int64_t steps = chunks * (t.last - t.first);
-  f.touches = (steps + kTouchEvery - 1) / kTouchEvery;
-  f.steps = steps * ((cut.Kp + kUpdateRows - 1) / kUpdateRows);
-  if (left <= 0) return f;
-  f.tokens = left < kBlock ? left : kBlock;
-  f.heads = (t.last - 1) / cut.panels - t.first / cut.panels + 1;
-  f.rows = f.tokens * (2 + f.heads);
+  int64_t bytes = element_bytes(pb.dtype);
+  Fetch f{};
+  f.steps = chunks * (t.last - t.first) * ((cut.Kp + kUpdateRows - 1) / kUpdateRows);
+  if (count <= 0) return f;
+  f.heads = value_heads(t);
+  f.rows = count * (2 + f.heads);
   int64_t b = row / pb.T, token = row % pb.T;
-  int64_t hv = t.h * cut.G + t.first / cut.panels;
-  const thalweg_tensor* tensors[4] = {&a.q, &a.k, &a.v, &a.o};
-  for (int j = 0; j < 4; ++j) {
-    f.at[j] = element_at(*tensors[j], b, token, j < 2 ? t.h : hv);
+  const thalweg_tensor* tensors[3] = {&a.q, &a.k, &a.v};
+  for (int j = 0; j < 3; ++j) {
+    f.at[j] = element_at(*tensors[j], b, token, j < 2 ? h : first_value_head(t, h));
     f.stride[j] = tensors[j]->stride[1] * bytes;
-    if (j >= 2) f.head_stride[j - 2] = tensors[j]->stride[2] * bytes;
   }
+  f.value_stride = a.v.stride[2] * bytes;
   f.k_bytes = pb.K * bytes;
   f.v_bytes = pb.V * bytes;
   return f;
@@ -348,38 +404,47 @@ Ahead ahead_of(const Task& t, int64_t row, int64_t chunks) {
 
 // ---- states in storage --------------------------------------------------------------------------------
 
-float* unit_state(const Task& t, int64_t unit) { return t.x.s + (unit - t.first) * t.call->cut.Kp * kPanel; }
+float* unit_state(const Task& t, int64_t h, int64_t unit) {
+  const Cut& cut = t.call->cut;
+  return t.x.s + ((h - t.first_head) * cut.units + unit - t.first) * cut.Kp * kPanel;
+}
 
-// Columns of a unit; its value head.
+// Columns of a unit of key head h; its value head.
 struct Columns {
   int64_t hv, first, count;
 };
-Columns columns_of(const Task& t, int64_t unit) {
+Columns columns_of(const Task& t, int64_t h, int64_t unit) {
   const Cut& cut = t.call->cut;
   int64_t first = unit % cut.panels * kPanel, left = t.call->problem->V - first;
-  return {t.h * cut.G + unit / cut.panels, first, left < kPanel ? left : kPanel};
+  return {h * cut.G + unit / cut.panels, first, left < kPanel ? left : kPanel};
+}
+
+void clear_scratch_states(const Task& t) {
+  const Cut& cut = t.call->cut;
+  memset(t.x.s, 0, size_t((t.end_head - t.first_head) * cut.units * cut.Kp * kPanel) * sizeof(float));
 }
 
 void read_states(const Task& t) {
   const Problem& pb = *t.call->problem;
   const thalweg_tensor& from = t.call->args->initial_state;
-  int64_t Kp = t.call->cut.Kp;
-  memset(t.x.s, 0, size_t((t.last - t.first) * Kp * kPanel * 4));
+  clear_scratch_states(t);
   if (!from.dtype) return;
-  for (int64_t unit = t.first; unit < t.last; ++unit) {
-    Columns c = columns_of(t, unit);
-    read_state(from.dtype, element_at(from, t.n, c.hv, 0, c.first), from.stride[2], from.stride[3], pb.K, c.count,
-               unit_state(t, unit), kPanel, t.x.line);
-  }
+  for (int64_t h = t.first_head; h < t.end_head; ++h)
+    for (int64_t unit = t.first; unit < t.last; ++unit) {
+      Columns c = columns_of(t, h, unit);
+      read_state(from.dtype, element_at(from, t.n, c.hv, 0, c.first), from.stride[2], from.stride[3], pb.K, c.count,
+                 unit_state(t, h, unit), kPanel, t.x.line);
+    }
 }
 
 void write_states(const Task& t, const thalweg_tensor& to, int64_t index) {
   if (!to.dtype) return;
-  for (int64_t unit = t.first; unit < t.last; ++unit) {
-    Columns c = columns_of(t, unit);
-    write_state(to.dtype, element_at(to, index, c.hv, 0, c.first), to.stride[2], to.stride[3], t.call->problem->K,
-                c.count, unit_state(t, unit), kPanel, t.x.line);
-  }
+  for (int64_t h = t.first_head; h < t.end_head; ++h)
+    for (int64_t unit = t.first; unit < t.last; ++unit) {
+      Columns c = columns_of(t, h, unit);
+      write_state(to.dtype, element_at(to, index, c.hv, 0, c.first), to.stride[2], to.stride[3],
+                  t.call->problem->K, c.count, unit_state(t, h, unit), kPanel, t.x.line);
+    }
 }
 
 // Zeroes the rows of chunk_states between this sequence's last checkpoint and the next sequence's first.
@@ -391,19 +456,17 @@ void clear_unused(const Task& t) {
   int64_t from = t.span.begin / pb.every + t.n + used;
   int64_t end = t.n + 1 < pb.N ? t.span.end / pb.every + t.n + 1 : to.shape[0];
   if (from >= end) return;
-  memset(t.x.s, 0, size_t((t.last - t.first) * t.call->cut.Kp * kPanel * 4));
+  clear_scratch_states(t);
   for (int64_t r = from; r < end; ++r) write_states(t, to, r);
 }
 
 // ---- a task -------------------------------------------------------------------------------------------
 
 template <class S>
-void run_block(const Task& t, int64_t row, int64_t count) {
+void run_head(const Task& t, int64_t row, int64_t count, Ahead* ahead) {
   const Cut& cut = t.call->cut;
   load_keys<S>(t, row, count);
   int64_t chunks = (count + C - 1) / C;
-  Ahead ahead = ahead_of(t, row + count, chunks);
-  int64_t step = 0;
   for (int64_t unit = t.first; unit < t.last;) {
     int64_t hv = t.h * cut.G + unit / cut.panels, first = unit % cut.panels;
     int64_t last = t.last - unit < cut.panels - first ? first + t.last - unit : cut.panels;
@@ -416,18 +479,34 @@ void run_block(const Task& t, int64_t row, int64_t count) {
         const Scratch& x = t.x;
         Chunk chunk{cut.Kp, rows, x.xk + c * cut.Kp * C, x.xq + c * cut.Kp * C, x.l + c * C * C, x.p + c * C * C,
                     x.e + c * C, x.d + c * C, x.beta + c * C, x.vo + ((panel - first) * kBlock + c * C) * kPanel,
-                    x.u, x.w, unit_state(t, unit)};
-        if (step++ % kTouchEvery == 0) touch(&ahead);
+                    x.u, x.w, unit_state(t, t.h, unit)};
+        touch(ahead);
         chunk_rows(chunk);
-        update_state(chunk, &ahead);
+        update_state(chunk, &ahead->fetch);
       }
     }
     store_output<S>(t, hv, row, count, first, last);
   }
 }
 
+// The heads of a task take turns block by block: a token's rows of neighbouring heads share a page.
 template <class S>
-void run_task(const Task& t) {
+void run_block(Task& t, int64_t row, int64_t count) {
+  int64_t chunks = (count + C - 1) / C;
+  int64_t left = t.span.end - row - count, next = left < kBlock ? left : kBlock;
+  Ahead ahead;
+  ahead.touch = touch_of(t, row + count, chunks);
+  for (t.h = t.first_head; t.h < t.end_head; ++t.h) {
+    ahead.next_block = t.h + 1 == t.end_head;
+    ahead.fetch = ahead.next_block ? fetch_of(t, t.first_head, row + count, next, chunks)
+                                   : fetch_of(t, t.h + 1, row, count, chunks);
+    ahead.fetch.limit = ahead.next_block ? ahead.touch.touched : count;
+    run_head<S>(t, row, count, &ahead);
+  }
+}
+
+template <class S>
+void run_task(Task& t) {
   const Problem& pb = *t.call->problem;
   const Args& a = *t.call->args;
   read_states(t);
@@ -467,17 +546,20 @@ void task(void* arg, int64_t i, int64_t slot) {
   const Call& call = *static_cast<const Call*>(arg);
   const Problem& pb = *call.problem;
   int64_t parts = call.cut.parts, units = call.cut.G * call.cut.panels;
-  if (i >= pb.N * pb.H * parts) {
-    int64_t begin = call.rows_end + (i - pb.N * pb.H * parts) * kZeroRows, end = pb.B * pb.T;
+  int64_t pieces = pb.N * call.cut.groups * parts;
+  if (i >= pieces) {
+    int64_t begin = call.rows_end + (i - pieces) * kZeroRows, end = pb.B * pb.T;
     clear_rows(call, begin, begin + kZeroRows < end ? begin + kZeroRows : end);
     return;
   }
   Task t;
   t.call = &call;
-  carve(pb, call.slots + slot * call.slot_bytes, &t.x);
+  carve(call.cut, call.slots + slot * call.slot_bytes, &t.x);
   int64_t part = i % parts;
-  t.h = i / parts % pb.H;
-  t.n = i / parts / pb.H;
+  t.first_head = i / parts % call.cut.groups * call.cut.heads;
+  t.end_head = t.first_head + call.cut.heads;
+  t.h = t.first_head;
+  t.n = i / parts / call.cut.groups;
   t.first = units * part / parts;
   t.last = units * (part + 1) / parts;
   t.span = sequence_span(pb, call.args->cu_seqlens, t.n);
@@ -492,16 +574,17 @@ namespace THALWEG_ISA {
 
 int64_t cpu_chunk_fwd_slot_bytes(const Problem& problem) {
   Scratch unused;
-  return carve(problem, nullptr, &unused);
+  return carve(cut_of(problem, kMaxHeads, 1), nullptr, &unused);
 }
 
 void cpu_chunk_fwd(const Problem& problem, const Plan& plan, const Args& args, const Exec& exec) {
-  Call call{&problem, &args, cut_of(problem), exec.workspace + plan.shared_bytes, plan.slot_bytes, 0};
+  Cut cut = cut_of(problem, heads_of(problem, args), plan.num_slots);
+  Call call{&problem, &args, cut, exec.workspace + plan.shared_bytes, plan.slot_bytes, 0};
   if (!problem.packed) call.rows_end = problem.B * problem.T;
   else if (problem.N == 0) clear_states(problem, args.chunk_states);
   else call.rows_end = sequence_span(problem, args.cu_seqlens, problem.N - 1).end;
   int64_t left = problem.B * problem.T - call.rows_end;
-  int64_t tasks = problem.N * problem.H * call.cut.parts + (left + kZeroRows - 1) / kZeroRows;
+  int64_t tasks = problem.N * call.cut.groups * call.cut.parts + (left + kZeroRows - 1) / kZeroRows;
   parallel_tasks(exec, tasks, plan.num_slots, task, &call);
 }
 

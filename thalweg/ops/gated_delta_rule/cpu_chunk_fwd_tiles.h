@@ -12,43 +12,65 @@ constexpr int64_t C = 16;  // tokens of a chunk
 
 // ---- the next block's rows ----------------------------------------------------------------------------
 
-// Fetches the tokens that the next block will load, while this block computes. A row of a token is on a page
-// of its own, and page walks overlap only when they are close together: touch() asks for the first lines of
-// a few tokens at once. What is left of the rows follows one row at a time between products (fetch_row).
-struct Ahead {
-  const char* at[4];            // q, k, v and o of the first token (and of the first value head)
-  int64_t stride[4];            // bytes from token to token
-  int64_t head_stride[2];       // of v and o
-  int64_t heads;
-  int64_t k_bytes, v_bytes;
-  int64_t tokens, touched;      // of the next block; asked for so far
-  int64_t token, which;         // the next row: q, k, then the heads of v
-  int64_t touches, touch_due;   // `tokens` are spread over `touches` calls
-  int64_t rows, steps, row_due; // `rows` are spread over `steps` calls
+// Fetches the tokens that are worked on next while others are. In [B T H K] storage a row of a token is on a page
+// of its own, and page walks overlap only when they are close together: touch() asks for one line of each page of
+// a few tokens of the next block at once, for all heads of the task. The rows themselves follow, those of the head
+// that comes next, one row at a time between products (fetch_row).
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kBurst = 16;  // tokens
+
+struct Touch {
+  const char* at[4];           // q, k, v and o of the block's first token and the task's first head
+  int64_t stride[4];           // bytes from token to token
+  int64_t head_stride[4];
+  int64_t heads[4];            // of the task
+  int64_t tokens, touched;     // of the next block; asked for so far
+  int64_t bursts, steps, due;  // of kBurst tokens, spread over `steps` calls
 };
 
-[[gnu::always_inline]] inline void touch(Ahead* f) {
-  f->touch_due += f->tokens;
-  while (f->touch_due >= f->touches) {
-    f->touch_due -= f->touches;
-    const char* row[4];
-    for (int j = 0; j < 4; ++j) row[j] = f->at[j] + f->touched * f->stride[j];
-    prefetch(row[0]);
-    prefetch(row[1]);
-    for (int64_t j = 0; j < f->heads; ++j) {
-      prefetch(row[2] + j * f->head_stride[0]);
-      prefetch(row[3] + j * f->head_stride[1]);
+struct Fetch {
+  const char* at[3];           // q, k and v of the block's first token and the next head
+  int64_t stride[3];
+  int64_t value_stride;        // from value head to value head
+  int64_t heads;               // value heads
+  int64_t k_bytes, v_bytes;
+  int64_t token, which;        // the next row: q, k, then the heads of v
+  int64_t rows, steps, due;    // `rows` are spread over `steps` calls
+  int64_t limit;               // tokens that have been touched
+};
+
+struct Ahead {
+  Touch touch;
+  Fetch fetch;
+  bool next_block;  // fetch is of the block that touch walks
+};
+
+[[gnu::noinline]] void touch_tokens(Touch* f, int64_t end) {
+  for (; f->touched < end; ++f->touched)
+    for (int j = 0; j < 4; ++j) {
+      const char* p = f->at[j] + f->touched * f->stride[j];
+      uintptr_t page = 0;
+      for (int64_t i = 0; i < f->heads[j]; ++i, p += f->head_stride[j]) {
+        uintptr_t here = reinterpret_cast<uintptr_t>(p) / kPageBytes;
+        if (here != page) prefetch(p);
+        page = here;
+      }
     }
-    ++f->touched;
-  }
 }
 
-[[gnu::always_inline]] inline void fetch_row(Ahead* f) {
-  for (f->row_due += f->rows; f->row_due >= f->steps; f->row_due -= f->steps) {
-    if (f->token >= f->touched) return;
+[[gnu::always_inline]] inline void touch(Ahead* ahead) {
+  Touch* f = &ahead->touch;
+  for (f->due += f->bursts; f->due >= f->steps; f->due -= f->steps)
+    touch_tokens(f, f->tokens - f->touched < kBurst ? f->tokens : f->touched + kBurst);
+  if (ahead->next_block) ahead->fetch.limit = f->touched;
+}
+
+[[gnu::always_inline]] inline void fetch_row(Fetch* f) {
+  for (f->due += f->rows; f->due >= f->steps; f->due -= f->steps) {
+    if (f->token >= f->limit) return;
     int64_t j = f->which < 2 ? f->which : 2, bytes = j < 2 ? f->k_bytes : f->v_bytes;
-    const char* p = f->at[j] + f->token * f->stride[j] + (f->which - j) * f->head_stride[0];
-    for (int64_t i = 64; i < bytes; i += 64) prefetch(p + i);
+    const char* p = f->at[j] + f->token * f->stride[j] + (f->which - j) * f->value_stride;
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(p + i);
     if (++f->which == 2 + f->heads) f->which = 0, ++f->token;
   }
 }
@@ -133,7 +155,7 @@ template <int I0, int MR>
 constexpr int64_t kUpdateRows = kTileRows == 8 ? 16 : 24;  // rows of the state between two fetched rows
 
 // S <- e_last S + sum_j k_j (d_j u_j)^T
-[[gnu::noinline]] void update_state(const Chunk& c, Ahead* ahead) {
+[[gnu::noinline]] void update_state(const Chunk& c, Fetch* fetch) {
   float decay = c.e[C - 1];
   for (int64_t k = 0; k < c.Kp; k += kUpdateRows) {
     int64_t rows = c.Kp - k < kUpdateRows ? c.Kp - k : kUpdateRows;
@@ -141,7 +163,7 @@ constexpr int64_t kUpdateRows = kTileRows == 8 ? 16 : 24;  // rows of the state 
     float* s = c.s + k * kPanel;
     if (c.rows == C) gemm_panel<2, true>(rows, C, x, C, 1, c.w, kPanel, s, kPanel, decay);
     else gemm_panel<2, true>(rows, c.rows, x, C, 1, c.w, kPanel, s, kPanel, decay);
-    fetch_row(ahead);
+    fetch_row(fetch);
   }
 }
 
