@@ -59,7 +59,7 @@ std::string test_name(const std::string& text, const std::string& row) {
 
 void register_kernel_tests() {
   for (const std::string& set : tt::set_names()) {
-    if (set == "perf") continue;
+    if (set == "perf" || set == "long") continue;  // bench verifies those
     std::string suite = "kernels_" + set;
     std::vector<Case> cases;
     try {

@@ -248,9 +248,9 @@ void load_gates(const Task& t, int64_t hv, int64_t row, int64_t count) {
     float A_log, dt_bias = 0.f, rate[kLanes];
     read_row(a.A_log.dtype, element_at(a.A_log, hv), 1, &A_log);
     if (a.dt_bias.dtype) read_row(a.dt_bias.dtype, element_at(a.dt_bias, hv), 1, &dt_bias);
-    // exp(A_log) in two factors where it would overflow: softplus may be 0 or tiny.
+    // exp(A_log) in two factors where it would overflow, both finite: softplus may be 0 or tiny.
     bool large = A_log > 88.f;
-    store(rate, exp(set1(large ? 0.5f * A_log : A_log)));
+    store(rate, exp(set1(!large ? A_log : A_log < 176.f ? 0.5f * A_log : 88.f)));
     for (int64_t i = 0; i < padded; i += kLanes) {
       vf x = softplus(load(g + i) + set1(dt_bias)) * set1(-rate[0]);
       store(g + i, large ? x * set1(rate[0]) : x);
