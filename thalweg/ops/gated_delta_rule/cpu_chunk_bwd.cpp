@@ -30,10 +30,17 @@
 //          kStateBytes; states between two kept ones 16 h Kp Vp; d_q and d_k sums 2 T Kp if HV/H > 2.
 //          B1 T4096 H16 HV32 K=V=128: 12.4 MiB a slot. Slot 0 holds the sums of all tasks as well.
 // Numerics float32, float32 state. Exponents are sums of neighbouring gates, never differences of sums. d_g adds
-//          up only products that have token t's decay as a factor: nothing cancels under strong decay. Triangles
-//          are masked with 0, so finite values of later (d_q) or earlier (per-token gradients of d_o) tokens
-//          change no bit. RMS ratio against float64, random data, every gate from 0 to -inf: 1e-7 .. 4e-7; keys of
-//          cosine 0.99 with beta up to 2: 1.3e-6 at most; d_A_log, d_dt_bias 6e-7.
+//          up only products that have token t's decay as a factor: nothing cancels under strong decay. No token's
+//          row reaches what does not depend on it, infinities and NaN included: d_q of other tokens' q and d_o and
+//          of later k, v, g, beta; later tokens' gradients of q and d_o; d_v and what is earlier of v. Triangles are
+//          walked or selected, never masked by a product with 0; d_q and d_k, whose products take the zeros along,
+//          have a slower form for a chunk whose q or k is not finite (or overflows in their products).
+//          RMS ratio against float64, random data, every gate from 0 to -inf: 1e-7 .. 4e-7; d_A_log, d_dt_bias 5e-7.
+//          Alike keys with beta near 2 make deltas that alternate in sign and cancel, so dot(k_i, k_j) is summed to
+//          the last digit, and so is dot(d_v_i, u_j), which d_g adds up. Cosine 0.9 and 0.99, constant beta 1, 1.9, 2,
+//          gate 0 and -0.05, T 150 and 1000, K = V = 64: d_q, d_k, d_v, states 0.4 to 2.6 times the error of the
+//          float32 recurrence, d_beta up to 3.0, d_g mostly below 2.5, up to 3.3 by the seed, and 4.1 at K = V = 40;
+//          plain sums gave 4 to 7 times.
 // Traps    - A token's row of [B T H K] storage is on a page of its own; without asking ahead the rows cost 20 %.
 //            Whole rows between tiles lost as much as they won (walks one after the other); walks in bursts, the
 //            other lines between products, won 3 % over whole rows in bursts.
@@ -41,14 +48,16 @@
 //          - A state kept every 16 tokens saves the recomputation (10 % of the FLOPs) and is slower: reading the
 //            states back from memory doubles the products with S. 4 to 8 MiB of them is best; 2 and 16 lose 3 %.
 //          - r, not u, is kept: d_beta needs it where beta is 0.
+//          - dot(k_i, k_j) summed in blocks of 8 or 16 without what is lost between them still gave 4 times the
+//            recurrence's error; parts of 4 instead of 8 are no better. Keeping it from the forward pass won nothing.
 // Measured 2 cores of an EPYC (Zen 5), 4 KiB pages, heavily loaded by others; B1 T4096 H16 HV32 K=V=128 float32, fused
 //          norm, gate and sigmoid; 45.1 GFLOP over CPU time, against the FMA peak in CPU time of the same process:
-//          AVX-512 0.61 .. 0.64, AVX2 0.80 .. 0.83; by the medians of each step, AVX-512
-//          0.70 (what a quiet machine should give).
+//          AVX-512 0.64 .. 0.68, AVX2 0.80 .. 0.82; careful sums and walked triangles cost 1 % and 2 % of it.
 //          Predicted 0.87 from 39 GFLOP done plus 3 recomputed; lost: page walks and cold rows 8 %, state writes
-//          5 %, tails of interrupted steps 10 %. bfloat16 0.92 of the float32 time. H2 HV4 bfloat16: T262144 takes
-//          65 times as long as T4096. Per step (AVX-512): products with S and dS for d_q, d_k 23 %, forward and
-//          recomputed state updates 20 %, dS 18 %, d_v with its solve 12 %, deltas 8 %, rows in and out 8 %.
+//          5 %, tails of interrupted steps 10 %. bfloat16 0.95 (AVX-512) and 0.98 (AVX2) of the float32 time. H2 HV4
+//          bfloat16: T262144 takes 65 times as long as T4096. Per step (AVX-512): products with S and dS for d_q,
+//          d_k 23 %, forward and recomputed state updates 20 %, dS 18 %, d_v with its solve 12 %, deltas 8 %, rows
+//          in and out 8 %.
 #include "thalweg/ops/gated_delta_rule/cpu_chunk_bwd_steps.h"
 
 namespace thalweg::gated_delta_rule {
@@ -215,14 +224,14 @@ void load_keys(const Work& w, int64_t c) {
     normalise_columns(keys.k_cols, d.Kp, keys.k_rstd);
     scale_rows(keys.k_rows, d.Kp, keys.k_rstd);
   }
-  token_products(keys.k_cols, keys.k_cols, d.Kp, keys.kk);
+  key_products(keys.k_cols, d.Kp, keys.kk);
 }
 
 void load_queries(const Work& w, int64_t c) {
   const Dims& d = w.layout.dims;
   const Keys& keys = w.slot.keys;
   transpose(keys.k_rows, d.Kp, kC, d.Kp, keys.k_cols, kC);
-  token_products(keys.k_cols, keys.k_cols, d.Kp, keys.kk);
+  key_products(keys.k_cols, d.Kp, keys.kk);
   load_rows<flat>(w.at(w.args.q, c, w.h), w.tokens(c), d.K, d.Kp, keys.q_rows);
   transpose(keys.q_rows, d.Kp, kC, d.Kp, keys.q_cols, kC);
   if (w.args.use_qk_l2norm) {
@@ -281,7 +290,7 @@ void run_again(const Work& w, int64_t c) {
 void store_scalars(Work& w, int64_t c, int64_t x, const float* d_g) {
   const Scalars& s = *w.slot.head.scalars;
   const Tokens to_g = w.at(w.args.d_g, c, w.first + x), to_beta = w.at(w.args.d_beta, c, w.first + x);
-  float raw[kC], d_beta[kC];
+  float raw[kC] = {}, d_beta[kC] = {};
   for (int64_t i = 0; i < w.tokens(c); ++i) {
     raw[i] = d_g[i] * s.g_slope[i];
     d_beta[i] = sum_lanes(w.slot.head.r_dot + i * kLanes) * s.beta_slope[i];

@@ -14,7 +14,7 @@ struct Keys {
   float* q_cols;     // [Kp C]
   float* k_cols;     // [Kp C]
   float* qk;         // [C C] q_i . k_j
-  float* kk;         // [C C] k_i . k_j
+  float* kk;         // [C C] k_i . k_j of this chunk
   float* q_rstd;     // [C]
   float* k_rstd;     // [C] of this chunk
   float* d_q_cols;   // [Kp C] sum over value heads
@@ -80,6 +80,29 @@ inline void token_products(const float* x_cols, const float* y_cols, int64_t Kp,
       tile_mac(Kp, x_cols + r, 1, kC, y_cols, kC, acc);
       tile_store(to + r * kC, kC, acc);
     });
+}
+
+// to [C C] = x^T x for x [Kp C], to the last digit: solves with keys that are alike, and beta near 2, repeat
+// its error with alternating signs of nothing smaller than the state.
+inline void key_products(const float* x_cols, int64_t Kp, float* to) {
+  for (int64_t i = 0; i < kC; i += kRows)
+    for_tiles_of_16(i, [&](auto tile, int64_t r) __attribute__((always_inline)) {
+      vf acc[tile.count][kCV], lost[tile.count][kCV];
+      tile_zero(acc), tile_zero(lost);
+      tile_mac_careful(Kp, x_cols + r, 1, kC, x_cols, kC, acc, lost);
+      tile_add(lost, acc);
+      tile_store(to + r * kC, kC, acc);
+    });
+}
+
+// Whether every row of q and k is finite, by its products with all keys (or they overflow).
+inline bool are_finite(const Keys& keys) {
+  vf sum = zero();
+  for (int64_t at = 0; at < kSquare; at += kLanes) {
+    sum = fma(zero(), load(keys.qk + at), sum);
+    sum = fma(zero(), load(keys.kk + at), sum);
+  }
+  return hsum(sum) == 0.f;
 }
 
 // ---- decays -----------------------------------------------------------------------------------------
@@ -202,7 +225,7 @@ inline void chunk_d_v(const Dims& dims, const Keys& keys, const Head& head, cons
           vf f = set1(D_n[row + l]);
           acc[l][0] = f * acc[l][0], acc[l][1] = f * acc[l][1];
         }
-        tile_mac(kC - row, head.P + row * kC + row, 1, kC, d_o + row * kPanel, kPanel, acc);
+        tile_mac_below(kC - row, head.P + row * kC + row, d_o + row * kPanel, acc);
         tile_store(d_v + row * kPanel, kPanel, acc);
       });
     solve_upper(head.minus_L, d_v);
@@ -346,26 +369,34 @@ inline float carry_back(const Dims& dims, const Keys& keys, const Head& head, co
 }
 
 // to [C C] = x_i . r_j for x in panels.
+template <bool careful>
 inline void delta_products(const Dims& dims, const float* x, const float* cols, float* to) {
+  auto product = [&](auto tile, int64_t row) __attribute__((always_inline)) {
+    vf acc[tile.count][kCV], lost[tile.count][kCV];
+    tile_zero(acc), tile_zero(lost);
+    for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
+      const float *a = x + (p * kC + row) * kPanel, *b = cols + p * kPanel * 3 * kC + 2 * kC;
+      if constexpr (careful) tile_mac_careful(kPanel, a, kPanel, 1, b, 3 * kC, acc, lost);
+      else tile_mac(kPanel, a, kPanel, 1, b, 3 * kC, acc);
+    }
+    if constexpr (careful) tile_add(lost, acc);
+    tile_store(to + row * kC, kC, acc);
+  };
   for (int64_t i = 0; i < kC; i += kRows)
-    for_token_tiles(i, [&](auto tile, int64_t row) __attribute__((always_inline)) {
-      vf acc[tile.count][kCV];
-      tile_zero(acc);
-      for (int64_t p = 0; p < dims.Vp / kPanel; ++p)
-        tile_mac(kPanel, x + (p * kC + row) * kPanel, kPanel, 1, cols + p * kPanel * 3 * kC + 2 * kC, 3 * kC, acc);
-      tile_store(to + row * kC, kC, acc);
-    });
+    if constexpr (careful) for_tiles_of_16(i, product);
+    else for_token_tiles(i, product);
 }
 
 // Adds this head's reads and writes; Z_ij = both times their products, strictly lower.
 inline void token_gradients(const Dims& dims, const Keys& keys, const Head& head, float scale) {
-  delta_products(dims, head.d_o, head.cols, head.Z);
-  delta_products(dims, head.d_v, head.cols, head.products);
+  delta_products<false>(dims, head.d_o, head.cols, head.Z);
+  delta_products<true>(dims, head.d_v, head.cols, head.products);
   for (int64_t i = 0; i < kC; ++i)
     for (int v = 0; v < kCV; ++v) {
       const int64_t n = i - v * kLanes, before = n < 0 ? 0 : n > kLanes ? kLanes : n, at = i * kC + v * kLanes;
+      const int64_t upto = n + 1 < 0 ? 0 : n + 1 > kLanes ? kLanes : n + 1;
       vf f = load(head.D + at) * load(head.scalars->beta + v * kLanes);
-      vf read = set1(scale) * f * load(head.Z + at);
+      vf read = first_n(upto, set1(scale) * f * load(head.Z + at), zero());
       vf write = first_n(before, zero() - f * load(head.products + at), zero());
       store(keys.reads + at, load(keys.reads + at) + read);
       store(keys.writes + at, load(keys.writes + at) + write);
@@ -397,7 +428,26 @@ inline void gate_gradient(const Head& head, float state_product, float* d_g) {
 
 // ---- d_q and d_k of the key head --------------------------------------------------------------------
 
-// d_q_i += sum_j reads_ij k_j;  d_k_j += sum_i reads_ij q_i + sum_i (writes + writes^T)_ij k_i.
+// d_q_i += sum_j reads_ij k_j;  d_k_j += sum_i reads_ij q_i + sum_i (writes + writes^T)_ij k_i. The products take the
+// zeros of the triangle `reads` along where the rows of q and k allow it.
+template <bool finite>
+inline void add_pairs(const Dims& dims, const Keys& keys) {
+  for (int64_t k = 0; k < dims.Kp; k += kRows)
+    for_tiles_of_16(k, [&](auto tile, int64_t row) __attribute__((always_inline)) {
+      const float *q_rows = keys.q_rows + row, *k_rows = keys.k_rows + row;
+      vf acc[tile.count][kCV];
+      tile_load(keys.d_q_cols + row * kC, kC, 1.f, acc);
+      if constexpr (finite) tile_mac(kC, k_rows, 1, dims.Kp, keys.weights, 2 * kC, acc);
+      else tile_mac_triangle<false>(k_rows, dims.Kp, keys.weights, 2 * kC, acc);
+      tile_store(keys.d_q_cols + row * kC, kC, acc);
+      tile_load(keys.d_k_cols + row * kC, kC, 1.f, acc);
+      tile_mac(kC, k_rows, 1, dims.Kp, keys.weights + kC, 2 * kC, acc);
+      if constexpr (finite) tile_mac(kC, q_rows, 1, dims.Kp, keys.reads, kC, acc);
+      else tile_mac_triangle<true>(q_rows, dims.Kp, keys.reads, kC, acc);
+      tile_store(keys.d_k_cols + row * kC, kC, acc);
+    });
+}
+
 inline void pair_gradients(const Dims& dims, const Keys& keys) {
   transpose(keys.reads, kC, kC, kC, keys.weights, 2 * kC);
   transpose(keys.writes, kC, kC, kC, keys.weights + kC, 2 * kC);
@@ -406,17 +456,8 @@ inline void pair_gradients(const Dims& dims, const Keys& keys) {
       float* to = keys.weights + (2 * i + 1) * kC + v * kLanes;
       store(to, load(to) + load(keys.writes + i * kC + v * kLanes));
     }
-  for (int64_t k = 0; k < dims.Kp; k += kRows)
-    for_tiles_of_16(k, [&](auto tile, int64_t row) __attribute__((always_inline)) {
-      vf acc[tile.count][kCV];
-      tile_load(keys.d_q_cols + row * kC, kC, 1.f, acc);
-      tile_mac(kC, keys.k_rows + row, 1, dims.Kp, keys.weights, 2 * kC, acc);
-      tile_store(keys.d_q_cols + row * kC, kC, acc);
-      tile_load(keys.d_k_cols + row * kC, kC, 1.f, acc);
-      tile_mac(kC, keys.k_rows + row, 1, dims.Kp, keys.weights + kC, 2 * kC, acc);
-      tile_mac(kC, keys.q_rows + row, 1, dims.Kp, keys.reads, kC, acc);
-      tile_store(keys.d_k_cols + row * kC, kC, acc);
-    });
+  if (are_finite(keys)) add_pairs<true>(dims, keys);
+  else add_pairs<false>(dims, keys);
 }
 
 // d_rows [C Kp] <- rstd (d - y (y . d)) for the normalised y.

@@ -42,6 +42,37 @@ template <class Body>
   else for_tiles_of_16(at, body);
 }
 
+// Terms of a careful sum that are added up plainly.
+constexpr int64_t kSumBlock = 8;
+
+// acc[i][v] = sum_k A[i,k] B[k, v-th vector] rounded about once; K is a multiple of kSumBlock. Sums of few terms,
+// and what is lost when they join the total is kept beside it.
+template <int MR, int NV>
+[[gnu::always_inline]] inline void tile_mac_careful(int64_t K, const float* a, int64_t a_row, int64_t a_col,
+                                                    const float* b, int64_t b_row, vf (&acc)[MR][NV],
+                                                    vf (&lost)[MR][NV]) {
+  for (int64_t k = 0; k < K; k += kSumBlock) {
+    vf part[MR][NV];
+    tile_zero(part);
+    tile_mac(kSumBlock, a + k * a_col, a_row, a_col, b + k * b_row, b_row, part);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        const vf old = acc[i][v], sum = old + part[i][v], taken = sum - old;
+        lost[i][v] += (old - (sum - taken)) + (part[i][v] - taken);
+        acc[i][v] = sum;
+      }
+  }
+}
+template <int MR, int NV>
+[[gnu::always_inline]] inline void tile_add(const vf (&x)[MR][NV], vf (&acc)[MR][NV]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) acc[i][v] += x[i][v];
+}
+
 template <int MR, int NV>
 [[gnu::always_inline]] inline void tile_scale(vf s, vf (&acc)[MR][NV]) {
 #pragma GCC unroll 16
@@ -63,6 +94,38 @@ inline void transpose(const float* from, int64_t from_row, int64_t rows, int64_t
       transpose_square(square);
 #pragma GCC unroll 16
       for (int64_t l = 0; l < kLanes; ++l) store(to + (j + l) * to_row + i, square[l]);
+    }
+}
+
+// acc[i] += sum_{l >= i} P[l,i] x[l], P a [C C] matrix from its tile on the diagonal on, x [C panel] from the tile's
+// first row on; `rows` of them follow. The tile's triangle is walked: x may be non-finite where P has nothing.
+template <int R>
+[[gnu::always_inline]] inline void tile_mac_below(int64_t rows, const float* P, const float* x, vf (&acc)[R][2]) {
+#pragma GCC unroll 8
+  for (int l = 0; l < R; ++l) {
+    const vf y[2] = {load(x + l * kPanel), load(x + l * kPanel + kLanes)};
+#pragma GCC unroll 8
+    for (int i = 0; i <= l; ++i) {
+      const vf f = set1(P[l * kC + i]);
+      acc[i][0] = fma(f, y[0], acc[i][0]);
+      acc[i][1] = fma(f, y[1], acc[i][1]);
+    }
+  }
+  tile_mac(rows - R, P + R * kC, 1, kC, x + R * kPanel, kPanel, acc);
+}
+
+// acc[i] += sum_l A[l,i] w[l], where row l of the triangle w [C C], w_row apart, has the first l + 1 lanes (lower), or
+// lanes l and up. Only those lanes change, so row l of A may be non-finite.
+template <bool lower, int R>
+inline void tile_mac_triangle(const float* a, int64_t a_row, const float* w, int64_t w_row, vf (&acc)[R][kCV]) {
+  for (int64_t l = 0; l < kC; ++l)
+    for (int v = 0; v < kCV; ++v) {
+      const int64_t n = l + lower - v * kLanes, first = n < 0 ? 0 : n > kLanes ? kLanes : n;
+      const vf y = load(w + l * w_row + v * kLanes);
+      for (int i = 0; i < R; ++i) {
+        const vf sum = fma(set1(a[l * a_row + i]), y, acc[i][v]);
+        acc[i][v] = lower ? first_n(first, sum, acc[i][v]) : first_n(first, acc[i][v], sum);
+      }
     }
 }
 
