@@ -76,6 +76,37 @@ template <int MR, int NV>
     for (int v = 0; v < NV; ++v) store(c + i * c_row + v * kLanes, acc[i][v]);
 }
 
+// Terms of a careful sum that are added up plainly.
+constexpr int64_t kSumBlock = 8;
+
+// acc[i][v] = sum_k A[i,k] B[k, v-th vector] rounded about once; K is a multiple of kSumBlock. Sums of few terms,
+// and what is lost when they join the total is kept beside it.
+template <int MR, int NV>
+[[gnu::always_inline]] inline void tile_mac_careful(int64_t K, const float* a, int64_t a_row, int64_t a_col,
+                                                    const float* b, int64_t b_row, vf (&acc)[MR][NV],
+                                                    vf (&lost)[MR][NV]) {
+  for (int64_t k = 0; k < K; k += kSumBlock) {
+    vf part[MR][NV];
+    tile_zero(part);
+    tile_mac(kSumBlock, a + k * a_col, a_row, a_col, b + k * b_row, b_row, part);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        const vf old = acc[i][v], sum = old + part[i][v], taken = sum - old;
+        lost[i][v] += (old - (sum - taken)) + (part[i][v] - taken);
+        acc[i][v] = sum;
+      }
+  }
+}
+template <int MR, int NV>
+[[gnu::always_inline]] inline void tile_add(const vf (&x)[MR][NV], vf (&acc)[MR][NV]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) acc[i][v] += x[i][v];
+}
+
 template <int MR, int NV, bool kAdd>
 [[gnu::always_inline]] inline void gemm_tile(int64_t K, const float* a, int64_t a_row, int64_t a_col, const float* b,
                                              int64_t b_row, float* c, int64_t c_row, float c_scale) {
@@ -120,6 +151,21 @@ template <bool kAdd>
 [[gnu::always_inline]] inline void gemm(int64_t M, int64_t N, int64_t K, const float* a, int64_t a_row, int64_t a_col,
                                         const float* b, int64_t b_row, float* c, int64_t c_row) {
   gemm_any<false>(M, N, K, a, a_row, a_col, b, b_row, c, c_row, 0.f);
+}
+
+// C[M,N] = A[M,K] B[K,N], every sum rounded about once, for one panel or less: N = NV vectors, K a multiple of
+// kSumBlock, M of kRows.
+template <int NV>
+[[gnu::always_inline]] inline void gemm_careful(int64_t M, int64_t K, const float* a, int64_t a_row, int64_t a_col,
+                                                const float* b, int64_t b_row, float* c, int64_t c_row) {
+  constexpr int kRows = kVectorRegisters / (4 * NV);  // three sets of sums, and room
+  for (int64_t i = 0; i < M; i += kRows) {
+    vf acc[kRows][NV], lost[kRows][NV];
+    tile_zero(acc), tile_zero(lost);
+    tile_mac_careful(K, a + i * a_row, a_row, a_col, b, b_row, acc, lost);
+    tile_add(lost, acc);
+    tile_store(c + i * c_row, c_row, acc);
+  }
 }
 
 // C[M,N] = c_scale C[M,N] + A[M,K] B[K,N]

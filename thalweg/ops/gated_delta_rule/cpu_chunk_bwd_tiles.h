@@ -42,37 +42,6 @@ template <class Body>
   else for_tiles_of_16(at, body);
 }
 
-// Terms of a careful sum that are added up plainly.
-constexpr int64_t kSumBlock = 8;
-
-// acc[i][v] = sum_k A[i,k] B[k, v-th vector] rounded about once; K is a multiple of kSumBlock. Sums of few terms,
-// and what is lost when they join the total is kept beside it.
-template <int MR, int NV>
-[[gnu::always_inline]] inline void tile_mac_careful(int64_t K, const float* a, int64_t a_row, int64_t a_col,
-                                                    const float* b, int64_t b_row, vf (&acc)[MR][NV],
-                                                    vf (&lost)[MR][NV]) {
-  for (int64_t k = 0; k < K; k += kSumBlock) {
-    vf part[MR][NV];
-    tile_zero(part);
-    tile_mac(kSumBlock, a + k * a_col, a_row, a_col, b + k * b_row, b_row, part);
-#pragma GCC unroll 16
-    for (int i = 0; i < MR; ++i)
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        const vf old = acc[i][v], sum = old + part[i][v], taken = sum - old;
-        lost[i][v] += (old - (sum - taken)) + (part[i][v] - taken);
-        acc[i][v] = sum;
-      }
-  }
-}
-template <int MR, int NV>
-[[gnu::always_inline]] inline void tile_add(const vf (&x)[MR][NV], vf (&acc)[MR][NV]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; ++i)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) acc[i][v] += x[i][v];
-}
-
 template <int MR, int NV>
 [[gnu::always_inline]] inline void tile_scale(vf s, vf (&acc)[MR][NV]) {
 #pragma GCC unroll 16

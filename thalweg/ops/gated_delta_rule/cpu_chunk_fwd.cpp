@@ -25,8 +25,9 @@
 //          error does not grow with the gate. Rows of a tile only read earlier rows (triangles are walked, not
 //          masked), so neither a value nor a NaN of a later token reaches an earlier one. Chunks start at the
 //          sequence's start, and also at multiples of `every` when chunk_states is asked for.
-//          RMS ratio of o and states 1.5e-7 .. 3.5e-7 on random data for every gate from 0 to -inf; keys of cosine
-//          0.99 with beta up to 2: 5e-7, 1 to 1.5 times the plain float32 recurrence.
+//          dot(k_i, k_j) is rounded about once (gemm_careful): with nearly equal keys and beta near 2 the deltas
+//          cancel, and a solve repeats that product's error in each of them.
+//          RMS ratio of o and states 1.5e-7 .. 3.5e-7 on random data for every gate from 0 to -inf.
 // Traps    - GCC drops calls of a function that only prefetches; simd.h's prefetch is asm for that reason.
 //          - A token's row of [B T H K] storage is on a page of its own: with no fetching at all, waiting for rows cost
 //            15 %. One walk among products is not hidden (it outlasts the reorder window): fetching a whole row
@@ -228,7 +229,7 @@ template <class S>
                        norm, 1.f, xk);
     load_transposed<S>(reinterpret_cast<Element>(element_at(a.q, b, token + c * C, t.h)), a.q.stride[1], rows, pb.K,
                        norm, float(pb.scale), xq);
-    gemm(C, C, Kp, xk, 1, C, xk, C, t.x.kk + c * C * C, C);
+    gemm_careful<C / kLanes>(C, Kp, xk, 1, C, xk, C, t.x.kk + c * C * C, C);  // the solve repeats its error
     gemm(C, C, Kp, xq, 1, C, xk, C, t.x.qk + c * C * C, C);
   }
 }
