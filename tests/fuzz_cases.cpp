@@ -29,8 +29,10 @@ int64_t random_size(Random& random, const std::string& name, const thalweg_pass&
   if (name == "N") return pick(random, {1, 2, 3, 5, 0});
   if (name == "H") return pick(random, {1, 1, 2, 3});
   if (name == "W") return 1 + random.below(8);
-  if (name == "K" || name == "V") return pick(random, {1, 3, 8, 16, 20, 33, 64, 100, 128, 130});
-  if (name == "D") return pick(random, {1, 7, 16, 33, 64, 100, 257});
+  // A K or D of 1 is left to the edge sets: the gradient of a norm over one element is all cancellation.
+  if (name == "K") return pick(random, {2, 3, 8, 16, 20, 33, 64, 100, 128, 130});
+  if (name == "V") return pick(random, {1, 3, 8, 16, 20, 33, 64, 100, 128, 130});
+  if (name == "D") return pick(random, {2, 7, 16, 33, 64, 100, 257});
   bool decode = std::string_view(pass.name) == "decode";
   if (name == "T") return decode ? 1 + random.below(4) : pick(random, {0, 1, 2, 5, 15, 16, 17, 31, 63, 64, 65, 100, 129, 200});
   return 1 + random.below(40);  // M
@@ -165,7 +167,9 @@ int main(int argc, char** argv) {
   int64_t files = 0, broken_files = 0;
   auto start = std::chrono::steady_clock::now();
   auto spent = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
-  while (spent() < seconds && counts.failed < 10) {
+  // The same cases on every machine: a fast one stops at kMostCases, a slow one earlier.
+  constexpr int64_t kMostCases = 20000;
+  for (int64_t n = 0; n < kMostCases && spent() < seconds && counts.failed < 10; ++n) {
     try_case(random, &counts);
     for (int i = 0; i < 20; ++i) ++files, broken_files += !thalweg::tests::survive_damaged_file(random);
   }
