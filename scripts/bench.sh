@@ -10,6 +10,7 @@ out=$(realpath "${1:?OUT.jsonl, got nothing, expected the file for the records}"
 processes=${2:-5} seconds=${3:-1}
 cd "$(dirname "$0")/.."
 tool=${THALWEG:-build/cpu/tools/thalweg/thalweg}
+[ -x "$tool" ] || { echo "bench: tool, got no $tool, expected it built (make build) or named by THALWEG" >&2; exit 2; }
 export THALWEG_NUM_THREADS=2
 : >"$out"
 
