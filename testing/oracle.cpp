@@ -37,6 +37,7 @@ std::vector<int64_t> picked(const Case& c, const std::string& dim, int64_t size,
 struct Float64Args {
   std::vector<char> bytes;
   std::map<std::string, std::vector<double>> data;  // float tensors
+  std::map<std::string, std::vector<int64_t>> integers;  // room for the integer tensors that a group of heads has its part of
   std::map<std::string, thalweg_tensor> tensors;
 };
 
@@ -69,6 +70,22 @@ void add_tensor(const Problem& problem, const thalweg_field& field, const std::v
   std::vector<double>& data = out->data[field.name] = std::move(v.data);
   out->tensors[field.name] = row_major(data.data(), v.shape);
   std::memcpy(out->bytes.data() + field.offset, &out->tensors[field.name], sizeof(thalweg_tensor));
+}
+
+// An integer input with an axis of heads (a mask), cut to the groups, in its own dtype.
+void add_integers(const Problem& problem, const thalweg_field& field, const std::vector<int64_t>& groups, Float64Args* out) {
+  const Case& c = problem.spec_case();
+  bool has_heads = false;
+  for (const std::string& dim : words(field.dims)) has_heads = has_heads || heads_per_group(c, dim) > 0;
+  if (groups.empty() || !has_heads) return;
+  Values v = take_groups(c, field.name, problem.inputs().at(field.name), groups);
+  std::vector<int64_t>& room = out->integers[field.name];
+  room.assign(size_t(v.count()), 0);
+  thalweg_tensor t = row_major(nullptr, v.shape);
+  t.data = room.data();
+  t.dtype = dtype_in(c, field);
+  write_values(t, v);
+  std::memcpy(out->bytes.data() + field.offset, &t, sizeof t);
 }
 
 // Infinity where storing `value` overflows, else `value` unrounded.
@@ -116,8 +133,9 @@ std::map<std::string, Values> run_reference(const Problem& problem, const std::v
   const char* original = static_cast<const char*>(const_cast<Problem&>(problem).args());
   args.bytes.assign(original, original + c.pass->args_size);
   for (const thalweg_field* field : tensor_fields(*c.pass)) {
-    if (!is_present(c, *field) || is_integer(dtype_in(c, *field))) continue;
-    add_tensor(problem, *field, groups, &args);
+    if (!is_present(c, *field)) continue;
+    if (is_integer(dtype_in(c, *field))) add_integers(problem, *field, groups, &args);
+    else add_tensor(problem, *field, groups, &args);
   }
   spec_of(*c.pass).reference(args.bytes.data());
   std::map<std::string, Values> outputs;

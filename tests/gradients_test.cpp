@@ -56,7 +56,8 @@ class Loss {
     long double sum = 0;
     for (const auto& [out, weight] : weights_) {
       Values got = problem_.read(out);
-      for (size_t i = 0; i < got.data.size(); ++i) sum += (long double)(got.data[i]) * weight.data[i];
+      for (size_t i = 0; i < got.data.size(); ++i)
+        if (got.data[i] != -INFINITY) sum += (long double)(got.data[i]) * weight.data[i];  // log of an empty sum: a constant
     }
     return sum;
   }
