@@ -2,6 +2,7 @@
 #ifndef THALWEG_CORE_KERNEL_H
 #define THALWEG_CORE_KERNEL_H
 
+#include <array>
 #include <chrono>
 #include <string>
 
@@ -191,6 +192,13 @@ constexpr thalweg_pass pass_row(const char* op, const char* name, const char* do
                                 const thalweg_field (&fields)[num_fields], const char* refused) {
   using E = Entry<pass>;
   return {op, name, doc, fields, num_fields, sizeof(Args), E::call, E::workspace, E::explain, E::kernel_at, refused};
+}
+template <const auto& pass, class Args, size_t num_fields>
+constexpr thalweg_pass pass_row(const char* op, const char* name, const char* doc,
+                                const std::array<thalweg_field, num_fields>& fields, const char* refused) {
+  using E = Entry<pass>;
+  return {op,      name,         doc,        fields.data(), int64_t(num_fields), sizeof(Args),
+          E::call, E::workspace, E::explain, E::kernel_at,  refused};
 }
 
 }  // namespace thalweg

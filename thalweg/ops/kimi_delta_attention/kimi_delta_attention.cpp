@@ -1,0 +1,99 @@
+// Kimi delta attention: kernel tables, entry points. Field tables and checks: thalweg/delta_rule/.
+#include "thalweg/ops/kimi_delta_attention/kimi_delta_attention.h"
+
+#include "thalweg/core/kernel.h"
+#include "thalweg/delta_rule/check.h"
+#include "thalweg/delta_rule/fields.h"
+#include "thalweg/ops/kimi_delta_attention/problem.h"
+
+namespace thalweg::kimi_delta_attention {
+namespace {
+
+using namespace delta_rule;
+using Fwd = thalweg_kimi_delta_attention_fwd_args;
+using Bwd = thalweg_kimi_delta_attention_bwd_args;
+using Decode = thalweg_kimi_delta_attention_decode_args;
+
+// ---- Kernel tables ----
+
+const Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_fwd},
+};
+const Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_bwd, cpu_generic_bwd},
+};
+const Kernel<Problem, Decode> kDecodeKernels[] = {
+    {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_decode},
+};
+
+// ---- Passes ----
+
+constexpr auto kFwdFields = fwd_fields<Fwd>();
+constexpr auto kBwdFields = bwd_fields<Bwd>();
+constexpr auto kDecodeFields = decode_fields<Decode>();
+
+constexpr const char* kRefused =
+    "g of rank 3: a decay per head belongs to gated_delta_rule, or is broadcast by a zero stride; "
+    "gv: a decay per value channel is not computed; "
+    "beta of rank 4: a write strength per channel is not computed; "
+    "cp_context: context parallelism is not done, give each rank's states explicitly";
+
+extern const thalweg_pass kFwdInfo, kBwdInfo, kDecodeInfo;
+
+const Pass<Problem, Fwd> kFwd{&kFwdInfo, check_fwd<kFwdInfo, Fwd>, kFwdKernels, std::size(kFwdKernels),
+                              refuse_ranks<kFwdInfo, Fwd>};
+const Pass<Problem, Bwd> kBwd{&kBwdInfo, check_bwd<kBwdInfo, Bwd>, kBwdKernels, std::size(kBwdKernels),
+                              refuse_ranks<kBwdInfo, Bwd>};
+const Pass<Problem, Decode> kDecode{&kDecodeInfo, check_decode<kDecodeInfo, Decode>, kDecodeKernels,
+                                    std::size(kDecodeKernels), refuse_ranks<kDecodeInfo, Decode>};
+
+constexpr const char* kOp = "kimi_delta_attention";
+
+const thalweg_pass kFwdInfo = pass_row<kFwd, Fwd>(
+    kOp, "fwd", "Kimi delta attention over whole sequences: outputs and states", kFwdFields, kRefused);
+const thalweg_pass kBwdInfo = pass_row<kBwd, Bwd>(
+    kOp, "bwd", "gradients of every input of fwd, from its inputs and d_o, d_final_state", kBwdFields, kRefused);
+const thalweg_pass kDecodeInfo = pass_row<kDecode, Decode>(
+    kOp, "decode", "one or a few more tokens for each sequence, states in a pool", kDecodeFields, kRefused);
+
+}  // namespace
+}  // namespace thalweg::kimi_delta_attention
+
+namespace thalweg {
+
+const thalweg_pass* kimi_delta_attention_pass_at(int i) {
+  using namespace kimi_delta_attention;
+  const thalweg_pass* passes[] = {&kFwdInfo, &kBwdInfo, &kDecodeInfo};
+  return i >= 0 && i < 3 ? passes[i] : nullptr;
+}
+
+}  // namespace thalweg
+
+// ---- Entry points ----
+
+using namespace thalweg::kimi_delta_attention;
+
+thalweg_status thalweg_kimi_delta_attention_fwd(const thalweg_kimi_delta_attention_fwd_args* args,
+                                                const thalweg_context* ctx) {
+  return kFwdInfo.call(args, ctx);
+}
+thalweg_status thalweg_kimi_delta_attention_bwd(const thalweg_kimi_delta_attention_bwd_args* args,
+                                                const thalweg_context* ctx) {
+  return kBwdInfo.call(args, ctx);
+}
+thalweg_status thalweg_kimi_delta_attention_decode(const thalweg_kimi_delta_attention_decode_args* args,
+                                                   const thalweg_context* ctx) {
+  return kDecodeInfo.call(args, ctx);
+}
+thalweg_status thalweg_kimi_delta_attention_fwd_workspace(const thalweg_kimi_delta_attention_fwd_args* args,
+                                                          const thalweg_context* ctx, size_t* bytes) {
+  return kFwdInfo.workspace(args, ctx, bytes);
+}
+thalweg_status thalweg_kimi_delta_attention_bwd_workspace(const thalweg_kimi_delta_attention_bwd_args* args,
+                                                          const thalweg_context* ctx, size_t* bytes) {
+  return kBwdInfo.workspace(args, ctx, bytes);
+}
+thalweg_status thalweg_kimi_delta_attention_decode_workspace(const thalweg_kimi_delta_attention_decode_args* args,
+                                                             const thalweg_context* ctx, size_t* bytes) {
+  return kDecodeInfo.workspace(args, ctx, bytes);
+}
