@@ -20,8 +20,8 @@
 #include <limits>
 
 #include "thalweg/core/signature.h"
+#include "thalweg/cpu/rows.h"
 #include "thalweg/ops/gated_rms_norm/problem.h"
-#include "thalweg/ops/gated_rms_norm/rows.h"
 
 namespace thalweg::gated_rms_norm {
 namespace {
@@ -85,8 +85,8 @@ void forward_task(void* arg, int64_t i, int64_t slot) {
     const A r = reciprocal_rms(p, x);
     for (int64_t d = 0; d < p.D; ++d)
       y[d] = x[d] * r * weight[d] * (p.gate == kNoGate ? A(1) : activate<A>(p.gate, gate[d], nullptr));
-    store_row(y, args.y, m * args.y.stride[0], 1, p.D);
-    if (present(args.rstd)) store_row(&r, args.rstd, m * args.rstd.stride[0], 1, 1);
+    store_row(args.y, m * args.y.stride[0], 1, p.D, y);
+    if (present(args.rstd)) store_row(args.rstd, m * args.rstd.stride[0], 1, 1, &r);
   }
 }
 
@@ -119,8 +119,8 @@ void backward_task(void* arg, int64_t i, int64_t slot) {
     }
     const A mean = A(dot / double(p.D));
     for (int64_t d = 0; d < p.D; ++d) z[d] = r * (z[d] - x[d] * mean);
-    if (present(args.d_x)) store_row(z, args.d_x, m * args.d_x.stride[0], 1, p.D);
-    if (present(args.d_gate)) store_row(d_gate, args.d_gate, m * args.d_gate.stride[0], 1, p.D);
+    if (present(args.d_x)) store_row(args.d_x, m * args.d_x.stride[0], 1, p.D, z);
+    if (present(args.d_gate)) store_row(args.d_gate, m * args.d_gate.stride[0], 1, p.D, d_gate);
     if (p.sums && ((m - first + 1) % kSumRows == 0 || m + 1 == last))
       for (int64_t d = 0; d < p.D; ++d) {
         partial[d] += sums[d];

@@ -1,9 +1,8 @@
 // What the rows of gated_rms_norm share, compiled once: the weight, and the sum over blocks.
-#include "thalweg/ops/gated_rms_norm/rows.h"
-
 #include <algorithm>
 
 #include "thalweg/core/signature.h"
+#include "thalweg/cpu/rows.h"
 #include "thalweg/ops/gated_rms_norm/problem.h"
 
 namespace thalweg::gated_rms_norm {
@@ -34,7 +33,7 @@ void partials_task(void* arg, int64_t i, int64_t) {
   double sum[kColumns] = {};
   for (int64_t block = 0; block < all.num_blocks; ++block)
     for (int64_t d = 0; d < count; ++d) sum[d] += double(all.partials[block * all.pitch + d0 + d]);
-  store_row(sum, all.out, d0 * all.out.stride[0], all.out.stride[0], count);
+  store_row(all.out, d0 * all.out.stride[0], all.out.stride[0], count, sum);
 }
 
 template <class A>

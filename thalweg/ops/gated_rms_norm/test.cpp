@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "testing/testing.h"
+#include "tests/slopes.h"
 #include "thalweg/core/tensor.h"
 #include "thalweg/ops/gated_rms_norm/gated_rms_norm.h"
 #include "thalweg/ops/gated_rms_norm/reference.h"
@@ -17,18 +17,9 @@ namespace {
 
 using Vector = std::vector<double>;
 using Floats = std::vector<float>;
-
-Vector normals(int64_t n, uint64_t seed) {
-  testing::Random random(seed);
-  Vector x(static_cast<size_t>(n));
-  for (double& value : x) value = random.normal();
-  return x;
-}
-Floats float_normals(int64_t n, uint64_t seed) {
-  Floats x;
-  for (double value : normals(n, seed)) x.push_back(float(value));
-  return x;
-}
+using tests::expect_slopes;
+using tests::float_normals;
+using tests::normals;
 
 struct Choice {
   bool gate, weight, sigmoid;
@@ -76,19 +67,8 @@ struct Tiny {
     if (choice.weight) args.d_weight = view(d_weight.data(), {D});
     reference_bwd(&args);
   }
-  void expect_slopes(Vector& input, const Vector& gradient, const char* name) {
-    const double h = 1e-5;
-    for (size_t i = 0; i < input.size(); ++i) {
-      const double middle = input[i];
-      input[i] = middle + h;
-      const double above = loss();
-      input[i] = middle - h;
-      const double below = loss();
-      input[i] = middle;
-      const double slope = (above - below) / (2 * h);
-      ASSERT_NEAR(gradient[i], slope, 2e-8 * (1 + std::fabs(slope)))
-          << name << " element " << i << ": " << choice.text();
-    }
+  void check_slopes(Vector& input, const Vector& gradient, const char* name) {
+    expect_slopes(input, gradient, [this] { return loss(); }, choice.text() + " " + name);
   }
 };
 
@@ -97,9 +77,9 @@ TEST(GatedRmsNormReference, GradientsEqualFiniteDifferencesForEveryChoiceOfInput
     for (double eps : {0.0, 1e-5, 0.5}) {
       Tiny tiny({bool(bits & 1), bool(bits & 2), bool(bits & 4), eps});
       tiny.backward();
-      tiny.expect_slopes(tiny.x, tiny.d_x, "d_x");
-      if (tiny.choice.gate) tiny.expect_slopes(tiny.gate, tiny.d_gate, "d_gate");
-      if (tiny.choice.weight) tiny.expect_slopes(tiny.weight, tiny.d_weight, "d_weight");
+      tiny.check_slopes(tiny.x, tiny.d_x, "d_x");
+      if (tiny.choice.gate) tiny.check_slopes(tiny.gate, tiny.d_gate, "d_gate");
+      if (tiny.choice.weight) tiny.check_slopes(tiny.weight, tiny.d_weight, "d_weight");
       if (HasFatalFailure()) return;
     }
 }

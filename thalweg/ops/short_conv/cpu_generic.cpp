@@ -21,8 +21,8 @@
 #include <limits>
 
 #include "thalweg/core/signature.h"
+#include "thalweg/cpu/rows.h"
 #include "thalweg/ops/short_conv/problem.h"
-#include "thalweg/ops/short_conv/rows.h"
 
 namespace thalweg::short_conv {
 namespace {
@@ -135,7 +135,7 @@ void forward_task(void* arg, int64_t i, int64_t slot) {
       } else {
         std::fill_n(s.row, s.count, A(0));
       }
-      store_row(s.row, args.y, token_offset(args.y, p.T, r) + s.d0, 1, s.count);
+      store_row(args.y, token_offset(args.y, p.T, r) + s.d0, 1, s.count, s.row);
     }
   });
 }
@@ -174,7 +174,7 @@ void store_input_gradient(const Problem& p, const thalweg_short_conv_bwd_args& a
     for (int64_t c = 0; c < s.count; ++c) s.row[c] += w[c] * g[c];
   }
   if (r >= span.begin)
-    store_row(s.row, args.d_x, token_offset(args.d_x, p.T, r) + s.d0, 1, s.count);
+    store_row(args.d_x, token_offset(args.d_x, p.T, r) + s.d0, 1, s.count, s.row);
   else
     store_slot(s.row, state, span.n, s.W + r - span.begin, s.d0, s.count);
 }
@@ -208,7 +208,7 @@ void backward_piece(const Problem& p, const thalweg_short_conv_bwd_args& args, c
   if (span.n < 0) {
     std::fill_n(s.row, s.count, A(0));
     for (int64_t r = first; r < last && present(args.d_x); ++r)
-      store_row(s.row, args.d_x, token_offset(args.d_x, p.T, r) + s.d0, 1, s.count);
+      store_row(args.d_x, token_offset(args.d_x, p.T, r) + s.d0, 1, s.count, s.row);
     return;
   }
   load_state(args.d_final_state, p.W, span.n, s.d0, s.count, kChannels, s.d_final);
@@ -264,13 +264,13 @@ void decode_task(void* arg, int64_t i, int64_t slot_of_thread) {
     const int64_t y_offset = n * args.y.stride[0] + t * args.y.stride[1] + s.d0;
     if (slot < 0) {
       std::fill_n(s.row, s.count, A(0));
-      store_row(s.row, args.y, y_offset, 1, s.count);
+      store_row(args.y, y_offset, 1, s.count, s.row);
       continue;
     }
     load_row(args.x, n * args.x.stride[0] + t * args.x.stride[1] + s.d0, 1, s.count, s.ring(s.input, t));
     convolve(s, t, s.row);
     if (p.silu) apply_silu(s.row, s.count);
-    store_row(s.row, args.y, y_offset, 1, s.count);
+    store_row(args.y, y_offset, 1, s.count, s.row);
     const int64_t to = present(args.write_slots) ? int_at(args.write_slots, n, t) : t + 1 == p.T ? slot : -1;
     for (int64_t j = 0; j < p.W && to >= 0; ++j)
       store_slot(s.ring(s.input, t - (p.W - 1) + j), args.state, to, j, s.d0, s.count);

@@ -32,6 +32,11 @@ struct Span {
 Span span_at(const Problem& problem, const thalweg_tensor& cu_seqlens, int64_t row);
 Span sequence_span(const Problem& problem, const thalweg_tensor& cu_seqlens, int64_t n);
 
+// Offset of token r of the flattened token axis of a tensor [B T ...].
+inline int64_t token_offset(const thalweg_tensor& t, int64_t T, int64_t r) {
+  return r / T * t.stride[0] + r % T * t.stride[1];
+}
+
 // Rows of scratch, `pitch` elements apart, for `count` channels from d0.
 
 // weight[:, j] to row j of W, bias (or 0) to row W.

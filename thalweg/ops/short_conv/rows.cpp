@@ -1,10 +1,9 @@
 // What the rows of short_conv share, compiled once: spans, staging of weights and states, the outputs
 // that are copies or sums.
-#include "thalweg/ops/short_conv/rows.h"
-
 #include <algorithm>
 
 #include "thalweg/core/signature.h"
+#include "thalweg/cpu/rows.h"
 #include "thalweg/ops/short_conv/problem.h"
 
 namespace thalweg::short_conv {
@@ -38,7 +37,7 @@ void load_state_rows(const thalweg_tensor& state, int64_t W, int64_t n, int64_t 
 
 template <class A>
 void store_slot_row(const A* row, const thalweg_tensor& state, int64_t n, int64_t slot, int64_t d0, int64_t count) {
-  store_row(row, state, n * state.stride[0] + d0 * state.stride[1] + slot * state.stride[2], state.stride[1], count);
+  store_row(state, n * state.stride[0] + d0 * state.stride[1] + slot * state.stride[2], state.stride[1], count, row);
 }
 
 template <class A>
@@ -96,7 +95,7 @@ void partials_task(void* arg, int64_t i, int64_t) {
     const A* part = all.partials + (block * (W + 1) + j) * D + d0;
     for (int64_t c = 0; c < count; ++c) sum[c] += double(part[c]);
   }
-  store_row(sum, out, d0 * out.stride[0] + (j < W ? j * out.stride[1] : 0), out.stride[0], count);
+  store_row(out, d0 * out.stride[0] + (j < W ? j * out.stride[1] : 0), out.stride[0], count, sum);
 }
 
 template <class A>

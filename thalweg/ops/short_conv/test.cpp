@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "testing/testing.h"
+#include "tests/slopes.h"
 #include "thalweg/core/tensor.h"
 #include "thalweg/ops/short_conv/reference.h"
 #include "thalweg/ops/short_conv/short_conv.h"
@@ -17,18 +17,9 @@ namespace {
 
 using Vector = std::vector<double>;
 using Floats = std::vector<float>;
-
-Vector normals(int64_t n, uint64_t seed) {
-  testing::Random random(seed);
-  Vector x(static_cast<size_t>(n));
-  for (double& value : x) value = random.normal();
-  return x;
-}
-Floats float_normals(int64_t n, uint64_t seed) {
-  Floats x;
-  for (double value : normals(n, seed)) x.push_back(float(value));
-  return x;
-}
+using tests::expect_slopes;
+using tests::float_normals;
+using tests::normals;
 double dot(const Vector& a, const Vector& b) {
   double sum = 0;
   for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
@@ -90,19 +81,8 @@ struct Tiny {
     if (choice.state) args.d_initial_state = view(d_initial_state.data(), {N, D, W});
     reference_bwd(&args);
   }
-  void expect_slopes(Vector& input, const Vector& gradient, const char* name) {
-    const double h = 1e-5;
-    for (size_t i = 0; i < input.size(); ++i) {
-      const double middle = input[i];
-      input[i] = middle + h;
-      const double above = loss();
-      input[i] = middle - h;
-      const double below = loss();
-      input[i] = middle;
-      const double slope = (above - below) / (2 * h);
-      ASSERT_NEAR(gradient[i], slope, 2e-8 * (1 + std::fabs(slope)))
-          << name << " element " << i << ": " << choice.text();
-    }
+  void check_slopes(Vector& input, const Vector& gradient, const char* name) {
+    expect_slopes(input, gradient, [this] { return loss(); }, choice.text() + " " + name);
   }
 };
 
@@ -113,10 +93,10 @@ TEST(ShortConvReference, GradientsEqualFiniteDifferencesForEveryChoiceOfInputs) 
                           bool(bits & 8), bool(bits & 16), bool(bits & 32)};
       Tiny tiny(W, choice);
       tiny.backward();
-      tiny.expect_slopes(tiny.x, tiny.d_x, "d_x");
-      tiny.expect_slopes(tiny.weight, tiny.d_weight, "d_weight");
-      if (choice.bias) tiny.expect_slopes(tiny.bias, tiny.d_bias, "d_bias");
-      if (choice.state) tiny.expect_slopes(tiny.initial_state, tiny.d_initial_state, "d_initial_state");
+      tiny.check_slopes(tiny.x, tiny.d_x, "d_x");
+      tiny.check_slopes(tiny.weight, tiny.d_weight, "d_weight");
+      if (choice.bias) tiny.check_slopes(tiny.bias, tiny.d_bias, "d_bias");
+      if (choice.state) tiny.check_slopes(tiny.initial_state, tiny.d_initial_state, "d_initial_state");
       if (HasFatalFailure()) return;
     }
 }
