@@ -1,5 +1,5 @@
-// What the generic rows of the delta-rule operators share: rows in and out of any dtype and stride, one token of
-// the recurrence. A is the arithmetic, float or double. Not for files compiled per ISA.
+// What the generic rows of the delta-rule operators share: tokens and states in and out of any dtype and stride,
+// one token of the recurrence. A is the arithmetic, float or double. Not for files compiled per ISA.
 #ifndef THALWEG_DELTA_RULE_GENERIC_H
 #define THALWEG_DELTA_RULE_GENERIC_H
 
@@ -7,45 +7,10 @@
 #include <cmath>
 #include <limits>
 
-#include "thalweg/core/tensor.h"
+#include "thalweg/cpu/rows.h"
 #include "thalweg/delta_rule/problem.h"
 
 namespace thalweg::delta_rule {
-
-// Elements offset, offset + stride, … of `t`, converted to A.
-template <class A>
-void load_row(const thalweg_tensor& t, int64_t offset, int64_t stride, int64_t n, A* out) {
-  switch (t.dtype) {
-    case THALWEG_F64:
-      for (int64_t i = 0; i < n; ++i) out[i] = A(static_cast<const double*>(t.data)[offset + i * stride]);
-      break;
-    case THALWEG_F32:
-      for (int64_t i = 0; i < n; ++i) out[i] = static_cast<const float*>(t.data)[offset + i * stride];
-      break;
-    case THALWEG_BF16:
-      for (int64_t i = 0; i < n; ++i) out[i] = to_float(static_cast<const bf16*>(t.data)[offset + i * stride]);
-      break;
-    default:
-      for (int64_t i = 0; i < n; ++i) out[i] = to_float(static_cast<const f16*>(t.data)[offset + i * stride]);
-  }
-}
-
-template <class A>
-void store_row(const thalweg_tensor& t, int64_t offset, int64_t stride, int64_t n, const A* in) {
-  switch (t.dtype) {
-    case THALWEG_F64:
-      for (int64_t i = 0; i < n; ++i) static_cast<double*>(t.data)[offset + i * stride] = in[i];
-      break;
-    case THALWEG_F32:
-      for (int64_t i = 0; i < n; ++i) static_cast<float*>(t.data)[offset + i * stride] = float(in[i]);
-      break;
-    case THALWEG_BF16:
-      for (int64_t i = 0; i < n; ++i) static_cast<bf16*>(t.data)[offset + i * stride] = to_bf16(float(in[i]));
-      break;
-    default:
-      for (int64_t i = 0; i < n; ++i) static_cast<f16*>(t.data)[offset + i * stride] = to_f16(float(in[i]));
-  }
-}
 
 inline bool is_there(const thalweg_tensor& t) { return t.dtype != THALWEG_NONE; }
 
@@ -142,9 +107,8 @@ void load_gates(const Problem& p, const Args& a, int64_t b, int64_t t, int64_t h
     }
     A rate = 1;
     if (is_there(a.A_log)) {
-      load_row(a.A_log, hv * a.A_log.stride[0], 0, 1, &rate);
       // Kept finite: infinity times a softplus of 0 would be NaN.
-      rate = std::min(std::exp(rate), std::numeric_limits<A>::max());
+      rate = std::min(std::exp(load_at<A>(a.A_log, hv * a.A_log.stride[0])), std::numeric_limits<A>::max());
     }
     activate_gate(p, rate, token);
   }

@@ -1,22 +1,5 @@
-// cpu_generic – the delta-rule operators, backward, token by token.
-//
-// Math     backwards over tokens, dS the gradient of the state after the token:
-//            dS += scale q d_o^T     dq = scale S d_o        du = dS^T k      dv = beta du
-//            dk  = dS u - S~ dv      dbeta = du . r          dS~ = dS - k dv^T
-//            dg  = sum(dS~ * S~)     dS <- exp(g) dS~        with S~, r, u as in the forward
-//          the sum of dg over all of the state, or over a row of it with a decay per key channel
-// Shapes   q,k,d_q,d_k [B,T,H,K]  v,d_o,d_v [B,T,HV,V]  g,d_g [B,T,HV] or [B,T,HV,K]  beta,d_beta [B,T,HV]
-//          states [N,HV,K,V]
-// Takes    any dtype, any legal strides, K and V up to 512; any B, T, HV, varlen, empty sequences
-// Threads  one task per (sequence, key head), which owns d_q and d_k of its group
-// Vectors  none by hand; inner loops run along V and are left to the compiler
-// Tile     64 tokens between kept states
-// Scratch  per slot: T/64 states, the 65 states of one piece, rows of the piece, and d_q, d_k [T K] of the
-//          group. Shared: the sums for d_A_log and d_dt_bias, [N HV 1 + channels] in double.
-// Numerics float32 arithmetic and states (float64 where q is f64). dg is the sum of dS~ * S~ itself, so
-//          it stays accurate where the gate is strong; g = -inf gives S~ = 0 and dg = 0.
-// Traps    d_A_log multiplies dg by g (or dx by x): 0 where dg is 0, because g may be infinite.
-// Measured not tuned
+// The generic row of the delta-rule operators, backward: token by token, going back. Its contract opens each
+// operator's cpu_generic.cpp.
 #ifndef THALWEG_DELTA_RULE_GENERIC_BWD_H
 #define THALWEG_DELTA_RULE_GENERIC_BWD_H
 
@@ -245,7 +228,7 @@ void generic_bwd(const Problem& p, const Plan& plan, const Args& a, const Exec& 
     if (!is_there(t)) return;
     double sum = 0;
     for (int64_t n = 0; n < p.N; ++n) sum += job.sums[(n * p.HV + hv) * num_sums(p) + which];
-    store_row(t, hv * t.stride[0] + channel * t.stride[1], 0, 1, &sum);
+    store_at(t, hv * t.stride[0] + channel * t.stride[1], sum);
   };
   for (int64_t hv = 0; hv < p.HV; ++hv) {
     store_sum(a.d_A_log, hv, 0, 0);

@@ -1,17 +1,5 @@
-// cpu_generic – the delta-rule operators, forward and decode, token by token.
-//
-// Math     S~ = diag(exp(g)) S;  r = v - S~^T k;  S = S~ + beta k r^T;  o = scale S^T q
-// Shapes   q,k [B,T,H,K]  v,o [B,T,HV,V]  g [B,T,HV] or [B,T,HV,K]  beta [B,T,HV]  state [N,HV,K,V]
-// Takes    any dtype, any legal strides, K and V up to 512; any B, T, HV, varlen, empty sequences
-// Threads  one task per (sequence, value head)
-// Vectors  none by hand; inner loops run along V and are left to the compiler
-// Tile     none
-// Scratch  per slot: one state [K V], the rows q, k [K], r, o [V], and the gates of a token, in float (double for f64)
-// Numerics float32 arithmetic and state (float64 where q is f64); this is the plain recurrence that
-//          the fast rows are judged against
-// Traps    exp(g) is taken of each token's own g, never of a sum, so g = -inf needs no care.
-//          Tokens past cu_seqlens[N] belong to no sequence; the task after the last one zeroes them.
-// Measured not tuned
+// The generic row of the delta-rule operators, forward and decode: token by token. Its contract opens each
+// operator's cpu_generic.cpp.
 #ifndef THALWEG_DELTA_RULE_GENERIC_FWD_H
 #define THALWEG_DELTA_RULE_GENERIC_FWD_H
 

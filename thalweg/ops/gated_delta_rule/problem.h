@@ -1,29 +1,16 @@
-// What a gated-delta-rule kernel decides on, and the kernels. Plain data: files compiled per ISA include it.
+// The kernels of the gated delta rule. Plain data: files compiled per ISA include it.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_PROBLEM_H
 #define THALWEG_OPS_GATED_DELTA_RULE_PROBLEM_H
 
 #include "thalweg/core/exec.h"
+#include "thalweg/delta_rule/problem.h"
 #include "thalweg/ops/gated_delta_rule/gated_delta_rule.h"
 
 namespace thalweg::gated_delta_rule {
 
-struct Problem {
-  int64_t B, T, H, HV, K, V;
-  int64_t N;       // sequences
-  int64_t M;       // decode: slots of the pool
-  int64_t every;   // fwd: tokens between chunk_states, never 0
-  int64_t longest; // tokens of the longest sequence (an upper bound, T, in a size query)
-  double scale;    // never 0
-  thalweg_dtype dtype;  // of q, k, v, o
-  bool packed;          // cu_seqlens is there
-};
-
-// Where sequence n starts and ends, as rows of the flattened [B*T] token axis: token r of the
-// flattened axis is element (r / T, r % T) of [B T ...]. Packed sequences have B == 1.
-struct Span {
-  int64_t begin, end;
-};
-Span sequence_span(const Problem& problem, const thalweg_tensor& cu_seqlens, int64_t n);
+using delta_rule::Problem;
+using delta_rule::sequence_span;
+using delta_rule::Span;
 
 // Any dtype, any strides; token by token.
 void cpu_generic_fwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_fwd_args&, const Exec&);

@@ -13,65 +13,15 @@
 #include "thalweg/ops/gated_delta_rule/reference.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <functional>
-#include <thread>
 
-#include "thalweg/core/signature.h"
+#include "testing/reference.h"
 #include "thalweg/ops/gated_delta_rule/gated_delta_rule.h"
 
 namespace thalweg::gated_delta_rule {
 namespace {
 
-using Row = std::vector<double>;
-
-double& at(const thalweg_tensor& t, int64_t i, int64_t j = 0, int64_t l = 0, int64_t m = 0) {
-  const int64_t index[4] = {i, j, l, m};
-  int64_t offset = 0;
-  for (int axis = 0; axis < t.rank; ++axis) offset += index[axis] * t.stride[axis];
-  return static_cast<double*>(t.data)[offset];
-}
-
-// Every element of a tensor that the call writes.
-void set_zero(const thalweg_tensor& t) {
-  if (!present(t)) return;
-  int64_t n[4] = {1, 1, 1, 1};
-  for (int axis = 0; axis < t.rank; ++axis) n[axis] = t.shape[axis];
-  for (int64_t i = 0; i < n[0]; ++i)
-    for (int64_t j = 0; j < n[1]; ++j)
-      for (int64_t l = 0; l < n[2]; ++l)
-        for (int64_t m = 0; m < n[3]; ++m) at(t, i, j, l, m) = 0;
-}
-
-double sigmoid(double x) { return x >= 0 ? 1 / (1 + std::exp(-x)) : std::exp(x) / (1 + std::exp(x)); }
-double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
-double softplus_slope(double x) { return x > 20 ? 1 : sigmoid(x); }
-
-// Eight partial sums, so that the compiler may use vectors.
-double dot(const double* a, const double* b, int64_t n) {
-  double part[8] = {};
-  int64_t j = 0;
-  for (; j + 8 <= n; j += 8)
-    for (int l = 0; l < 8; ++l) part[l] += a[j + l] * b[j + l];
-  double sum = 0;
-  for (double x : part) sum += x;
-  for (; j < n; ++j) sum += a[j] * b[j];
-  return sum;
-}
-
-// Threads only where there is work for them: a task of a tiny case takes less than starting one.
-void parallel(int64_t tasks, double flops, const std::function<void(int64_t)>& task) {
-  std::atomic<int64_t> next{0};
-  auto work = [&] {
-    for (int64_t i = next++; i < tasks; i = next++) task(i);
-  };
-  int64_t threads = flops < 1e5 ? 1 : std::min<int64_t>(tasks, std::thread::hardware_concurrency());
-  std::vector<std::thread> others;
-  for (int64_t i = 1; i < threads; ++i) others.emplace_back(work);
-  work();
-  for (std::thread& thread : others) thread.join();
-}
+using namespace testing::reference;
 
 // The inputs that all three passes share, and where a token is.
 template <class Args>
@@ -97,12 +47,6 @@ struct Token {
   double g, decay, beta;  // effective
   double x;               // gate input with its bias
 };
-
-double l2norm(Row& row) {
-  double rstd = 1 / std::sqrt(dot(row.data(), row.data(), int64_t(row.size())) + 1e-6);
-  for (double& x : row) x *= rstd;
-  return rstd;
-}
 
 template <class Args>
 void load(const Inputs<Args>& in, int64_t b, int64_t t, int64_t hv, Token& token) {
@@ -145,30 +89,9 @@ void read_out(const Token& token, const double* S, double scale, Row& o, int64_t
     for (int64_t j = 0; j < V; ++j) o[j] += scale * token.q[i] * S[i * V + j];
 }
 
-// Sequence n as batch entry and tokens [begin, end).
-struct Span {
-  int64_t b, begin, end;
-};
-Span span_of(const thalweg_tensor& cu_seqlens, int64_t T, int64_t n) {
-  if (!present(cu_seqlens)) return {n, 0, T};
-  return {0, int_at(cu_seqlens, n), int_at(cu_seqlens, n + 1)};
-}
 template <class Args>
 int64_t num_sequences(const Inputs<Args>& in) {
   return present(in.args.cu_seqlens) ? in.args.cu_seqlens.shape[0] - 1 : in.B;
-}
-
-// A state of a [N HV K V] tensor, as [K V]; zeros when absent.
-void load_state(const thalweg_tensor& t, int64_t n, int64_t hv, Row& S, int64_t K, int64_t V) {
-  S.assign(K * V, 0);
-  if (!present(t)) return;
-  for (int64_t i = 0; i < K; ++i)
-    for (int64_t j = 0; j < V; ++j) S[i * V + j] = at(t, n, hv, i, j);
-}
-void store_state(const thalweg_tensor& t, int64_t n, int64_t hv, const Row& S, int64_t K, int64_t V) {
-  if (!present(t)) return;
-  for (int64_t i = 0; i < K; ++i)
-    for (int64_t j = 0; j < V; ++j) at(t, n, hv, i, j) = S[i * V + j];
 }
 
 void forward_head(const Inputs<thalweg_gated_delta_rule_fwd_args>& in, int64_t n, int64_t hv) {
