@@ -17,8 +17,19 @@ std::string trimmed(std::string_view line) {
   return first == std::string_view::npos ? "" : std::string(line.substr(first, last - first + 1));
 }
 
+// "T{1,2},K{8,9}" -> "T1,K8", "T1,K9", "T2,K8", "T2,K9": every choice of a word from each pair of braces.
+std::vector<std::string> expanded(const std::string& line) {
+  size_t open = line.find('{'), close = line.find('}', open);
+  if (open == std::string::npos) return {line};
+  if (close == std::string::npos) throw std::invalid_argument("'" + line.substr(open) + "': got a {, expected its }");
+  std::vector<std::string> lines;
+  for (const std::string& word : split(line.substr(open + 1, close - open - 1), ','))
+    for (const std::string& rest : expanded(line.substr(close + 1))) lines.push_back(line.substr(0, open) + word + rest);
+  return lines;
+}
+
 // One line of a set or file: a case, or one for every pass of an operator. `only` is "" or a pass name.
-void add_line(const std::string& line, const std::string& only, std::vector<Case>* cases) {
+void add_case(const std::string& line, const std::string& only, std::vector<Case>* cases) {
   size_t colon = line.find(':');
   std::string head = line.substr(0, colon), tokens = colon == std::string::npos ? "" : line.substr(colon + 1);
   bool known = false;
@@ -30,6 +41,10 @@ void add_line(const std::string& line, const std::string& only, std::vector<Case
     cases->push_back(parse_tokens(*pass, tokens, shared));
   }
   if (!known) parse_case(line);  // throws, and says what there is
+}
+
+void add_line(const std::string& line, const std::string& only, std::vector<Case>* cases) {
+  for (const std::string& one : expanded(line)) add_case(one, only, cases);
 }
 
 std::vector<Case> cases_of_set(const std::string& only, const std::string& set) {

@@ -13,6 +13,9 @@ Difference compare_stored(const Values& got, const Values& want, thalweg_dtype s
 // compare_stored() with the dtype that `output` has in the case.
 Difference compare_output(const Case& c, const std::string& output, const Values& got, const Values& want);
 
+// A rule on an output stored as `stored`, over the elements that are finite in both.
+Judgement judge(const Rule& rule, const Values& got, const Values& want, thalweg_dtype stored);
+
 // How many elements of `want` are numbers in that storage, neither NaN nor infinite: what the ratio is about.
 int64_t count_finite(const Values& want, thalweg_dtype stored);
 

@@ -73,6 +73,25 @@ struct Work {
   const char* roof = "";    // "fma", "copy" or "scale": what bounds it
 };
 
+// A condition on the elements of one output, beside the RMS limit. An element is within when
+//   |got - want| <= atol + rtol |want|,  or  |got - stored(want)| <= ulps units in the last place of stored(want),
+// stored() being the rounding to the output's dtype. Elements with |want| below `floor` are not looked at.
+struct Rule {
+  const char* name;
+  double atol = 0, rtol = 0, ulps = 0, floor = 0;
+  double share = 1;  // of the elements looked at that must be within
+};
+// What judge() found of a rule.
+struct Judgement {
+  Rule rule;
+  int64_t looked_at = 0, outside = 0;
+  double max_error = 0, mean_error = 0;  // of |got - want|
+  double max_relative = 0;               // of |got - want| / |want|, where want is not 0
+  int64_t worst_at = -1;                 // the first element outside, or of the largest error
+  double share() const { return looked_at ? double(looked_at - outside) / double(looked_at) : 1; }
+  bool ok() const { return share() >= rule.share; }
+};
+
 // What an operator adds for tools and tests, one per pass; found by op and pass name. Its spec.cpp defines
 //   namespace thalweg { const testing::Spec* <op>_spec_at(int i); }   // nullptr past the end
 struct Spec {
@@ -94,6 +113,8 @@ struct Spec {
   const char* knobs;
   // Sizes along which heads are independent ("H HV"), so that an oracle may take some of them; "" if none.
   const char* head_sizes;
+  // Rules of one output beside limit(); null: none.
+  std::vector<Rule> (*rules)(const Case&, const std::string& output) = nullptr;
 };
 const Spec& spec_of(const thalweg_pass& pass);  // throws std::out_of_range
 // Spec.limit; where the output is stored narrower than the case's dtype, at least one rounding of that storage.
@@ -151,7 +172,8 @@ struct Verdict {
     std::string name;
     Difference difference;
     double limit;
-    bool ok;
+    bool ok;                       // within the limit and every rule
+    std::vector<Judgement> rules;  // of Spec.rules
   };
   std::string case_text, kernel, isa, status;  // status: "passed", "failed", "skipped"
   std::string reason;                          // of a failure or a skip

@@ -71,6 +71,26 @@ bool has_unwritten(const Values& all, const Values& want) {
   return std::none_of(want.data.begin(), want.data.end(), is_nan) && std::any_of(all.data.begin(), all.data.end(), is_nan);
 }
 
+std::vector<Rule> rules_of(const Case& c, const std::string& output) {
+  const Spec& spec = spec_of(*c.pass);
+  return spec.rules ? spec.rules(c, output) : std::vector<Rule>{};
+}
+
+// Where an output is furthest off: "; worst at [0, 3] got 1.5, expected 1.25".
+std::string place(const Oracle& oracle, const Values& got, const Values& want, int64_t at) {
+  if (at < 0) return "";
+  return "; worst at " + position(want, at) + (oracle.groups.empty() ? "" : " of the heads compared") +
+         format(", got %.9g, expected %.9g", got.data[size_t(at)], want.data[size_t(at)]);
+}
+
+std::string broken_rule(const std::string& output, const Judgement& j) {
+  char out[300];
+  std::snprintf(out, sizeof out, "%s: rule %s (atol %.3g, rtol %.3g, %.3g ulp), got %.6f of %lld elements within, expected %.6f",
+                output.c_str(), j.rule.name, j.rule.atol, j.rule.rtol, j.rule.ulps, j.share(), static_cast<long long>(j.looked_at),
+                j.rule.share);
+  return out;
+}
+
 void compare_outputs(Problem& problem, const Case& c, Oracle* oracle, Verdict* verdict) {
   for (const auto& [name, want] : oracle->outputs) {
     Values all = problem.read(name), got = take_groups(c, name, all, oracle->groups);
@@ -85,11 +105,13 @@ void compare_outputs(Problem& problem, const Case& c, Oracle* oracle, Verdict* v
     }
     out.ok = out.ok && out.difference.ratio <= out.limit;
     if (!out.ok && verdict->reason.empty()) {
-      int64_t at = out.difference.worst_at;
-      verdict->reason = name + format(": RMS ratio, got %.3g, expected at most %.3g", out.difference.ratio, out.limit);
-      if (at >= 0)
-        verdict->reason += "; worst at " + position(want, at) + (oracle->groups.empty() ? "" : " of the heads compared") +
-                           format(", got %.9g, expected %.9g", got.data[size_t(at)], want.data[size_t(at)]);
+      verdict->reason = name + format(": RMS ratio, got %.3g, expected at most %.3g", out.difference.ratio, out.limit) +
+                        place(*oracle, got, want, out.difference.worst_at);
+    }
+    for (const Rule& rule : rules_of(c, name)) {
+      const Judgement& j = out.rules.emplace_back(judge(rule, got, want, dtype_in(c, *find_field(*c.pass, name))));
+      if (!j.ok() && verdict->reason.empty()) verdict->reason = broken_rule(name, j) + place(*oracle, got, want, j.worst_at);
+      out.ok = out.ok && j.ok();
     }
     verdict->outputs.push_back(out);
   }

@@ -71,6 +71,15 @@ TEST(Cases, FilesOfCases) {
   std::remove(path.c_str());
 }
 
+TEST(Cases, BracesStandForEveryWordInThem) {
+  std::vector<Case> got = tt::find_cases("gated_rms_norm.fwd:{f32,bf16},M{1,33},D8,{,gate}"), want;
+  for (const char* dtype : {"f32", "bf16"})
+    for (const char* size : {"M1", "M33"})
+      for (const char* gate : {"", ",gate"}) want.push_back(tt::parse_case(std::string("gated_rms_norm.fwd:") + dtype + "," + size + ",D8" + gate));
+  EXPECT_EQ(got, want);
+  EXPECT_THROW(tt::find_cases("gated_rms_norm.fwd:f32,M{1,2,D8"), std::invalid_argument);
+}
+
 std::string parse_error(const std::string& text) {
   try {
     tt::find_cases(text);
@@ -250,6 +259,33 @@ TEST(Compare, ByWhatTheStorageHolds) {
   EXPECT_EQ(one(0, tiny, THALWEG_F32), 1);      // the smallest normal number is held
   EXPECT_EQ(one(0, tiny / 2, THALWEG_F32), 0.5);  // and subnormal ones are not free
   EXPECT_EQ(one(1e-3, 0, THALWEG_F16), inf);
+}
+
+TEST(Compare, RulesOnSingleElements) {
+  auto values = [](std::vector<double> data) { return Values{{int64_t(data.size())}, data}; };
+  auto share = [&](tt::Rule rule, std::vector<double> got, std::vector<double> want, thalweg_dtype stored = THALWEG_F32) {
+    return tt::judge(rule, values(got), values(want), stored).share();
+  };
+  EXPECT_EQ(share({.name = "", .atol = 0.5}, {1, 2, 3, 4}, {1.5, 2.25, 3.75, 4}), 0.75);
+  EXPECT_EQ(share({.name = "", .rtol = 0.1}, {11, -11, 12, 0.1}, {10, -10, 10, 0}), 0.5);
+  EXPECT_EQ(share({.name = "", .rtol = 0.1, .floor = 1}, {12, 0.1}, {10, 0}), 0);
+  EXPECT_EQ(share({.name = "", .rtol = 0.1, .floor = 20}, {12, 0.1}, {10, 0}), 1);  // nothing looked at
+  // Units in the last place, of the wanted value as its storage has it: 2^-7 around 1 in bf16, 2^-10 in f16.
+  EXPECT_EQ(share({.name = "", .ulps = 1}, {1 + 0x1p-7, 1 + 0x1p-6, 1 - 0x1p-7}, {1, 1, 1}, THALWEG_BF16), 2.0 / 3);
+  EXPECT_EQ(share({.name = "", .ulps = 1}, {1 + 0x1p-7}, {1 - 0x1p-10}, THALWEG_BF16), 1);  // wanted is stored as 1
+  EXPECT_EQ(share({.name = "", .ulps = 32}, {1025, 1057}, {1025 - 32, 1024}, THALWEG_F16), 0.5);
+  EXPECT_EQ(share({.name = "", .ulps = 1}, {0x1p-24, 0x1p-23}, {0, 0}, THALWEG_F16), 0.5);
+  EXPECT_EQ(share({.name = "", .ulps = 1}, {INFINITY, std::nan("")}, {INFINITY, std::nan("")}), 1);  // masks are compared before
+  tt::Judgement j = tt::judge({.name = "name", .atol = 1, .share = 0.5}, values({1, 5, 3}), values({1, 2, 4}), THALWEG_F32);
+  EXPECT_EQ(j.looked_at, 3);
+  EXPECT_EQ(j.outside, 1);
+  EXPECT_EQ(j.worst_at, 1);
+  EXPECT_EQ(j.max_error, 3);
+  EXPECT_DOUBLE_EQ(j.mean_error, 4.0 / 3);
+  EXPECT_EQ(j.max_relative, 1.5);
+  EXPECT_TRUE(j.ok());
+  j.rule.share = 0.99;
+  EXPECT_FALSE(j.ok());
 }
 
 TEST(Compare, RoundingToStorageHappensOnce) {

@@ -13,7 +13,8 @@ using testing::Verdict;
 
 constexpr char kCriterion[] =
     "each output on poisoned, guarded memory against the float64 token-by-token reference on the same rounded inputs: equal "
-    "masks of NaN and infinity, rms(got - want) / rms(want) at most the limit, nothing written outside the outputs; "
+    "masks of NaN and infinity, rms(got - want) / rms(want) at most the limit, the operator's rules on single elements, nothing "
+    "written outside the outputs; "
     "of cases of more than 3e9 FLOP some head groups, first and last among them, four at least";
 
 struct Options {
@@ -22,15 +23,24 @@ struct Options {
   bool details = false;
 };
 
+Json rule_json(const testing::Judgement& j) {
+  return {{"name", j.rule.name}, {"atol", j.rule.atol}, {"rtol", j.rule.rtol}, {"ulps", j.rule.ulps}, {"floor", j.rule.floor},
+          {"share_limit", j.rule.share}, {"share", j.share()}, {"elements", j.looked_at}, {"outside", j.outside},
+          {"max_error", j.max_error}, {"mean_error", j.mean_error}, {"max_relative_error", j.max_relative}, {"ok", j.ok()}};
+}
+
 Json verdict_json(const Verdict& v) {
   Json out{{"case", v.case_text}, {"kernel", v.kernel}, {"isa", v.isa}, {"status", v.status}};
   if (!v.reason.empty()) out["reason"] = v.reason;
   out["seconds"] = v.seconds;
   out["outputs"] = Json::array();
-  for (const auto& o : v.outputs)
-    out["outputs"].push_back({{"name", o.name}, {"rms_ratio", number_json(o.difference.ratio)}, {"limit", o.limit},
-                              {"worst", number_json(o.difference.worst)}, {"worst_at", o.difference.worst_at},
-                              {"want_rms", number_json(o.difference.want_rms)}, {"ok", o.ok}});
+  for (const auto& o : v.outputs) {
+    Json output{{"name", o.name}, {"rms_ratio", number_json(o.difference.ratio)}, {"limit", o.limit},
+                {"worst", number_json(o.difference.worst)}, {"worst_at", o.difference.worst_at},
+                {"want_rms", number_json(o.difference.want_rms)}, {"ok", o.ok}};
+    for (const auto& j : o.rules) output["rules"].push_back(rule_json(j));
+    out["outputs"].push_back(std::move(output));
+  }
   return out;
 }
 
@@ -41,6 +51,22 @@ void print_details(const Verdict& v) {
                fmt::format("{:.2e}", o.difference.worst), o.difference.worst_at < 0 ? "-" : std::to_string(o.difference.worst_at),
                fmt::format("{:.2e}", o.difference.want_rms), o.ok ? "ok" : "FAILED"});
   if (!table.empty()) fmt::print("{}", table.text());
+  Table rules({"  output", "<rule", "within", "expected", "max error", "mean error", "max relative", "<"});
+  for (const auto& o : v.outputs)
+    for (const auto& j : o.rules)
+      rules.add({"  " + o.name, j.rule.name, fmt::format("{:.6f} of {}", j.share(), j.looked_at), fmt::format("{}", j.rule.share),
+                 fmt::format("{:.2e}", j.max_error), fmt::format("{:.2e}", j.mean_error), fmt::format("{:.2e}", j.max_relative),
+                 j.ok() ? "ok" : "FAILED"});
+  if (!rules.empty()) fmt::print("{}", rules.text());
+}
+
+// The rules of a case in short: "; elementwise max 1e-3 mean 2e-5 relative 3e-4".
+std::string rules_text(const Verdict& v) {
+  std::string text;
+  for (const auto& o : v.outputs)
+    for (const auto& j : o.rules)
+      text += fmt::format("; {} {}: max {:.1e} mean {:.1e} relative {:.1e}", o.name, j.rule.name, j.max_error, j.mean_error, j.max_relative);
+  return text;
 }
 
 // The output nearest to its limit, or over it.
@@ -73,7 +99,7 @@ void print_verdict(const Verdict& v, bool details) {
     if (details) fmt::print("skipped  {}  {}: {}\n", without_kernel(v.case_text), v.kernel, skip_reason(v));
     return;
   }
-  fmt::print("{}   {}  {}  {}  {:.1f} s\n", v.status, without_kernel(v.case_text), v.kernel, nearest(v), v.seconds);
+  fmt::print("{}   {}  {}  {}{}  {:.1f} s\n", v.status, without_kernel(v.case_text), v.kernel, nearest(v), details ? "" : rules_text(v), v.seconds);
   if (details || !v.passed()) print_details(v);
   if (v.passed()) return;
   if (!v.reason.empty()) fmt::print("  {}\n", v.reason);
