@@ -1,5 +1,6 @@
-// The oracles and every float64 kernel row against files made by tests/golden/make.py, which states the
-// recurrences on its own and differentiates them by complex step.
+// The oracles and every float64 kernel row against files made elsewhere: by tests/golden/make.py, which states the
+// recurrences on its own and differentiates them by complex step, and by tests/golden/make_fla.py from PyTorch and the
+// reference functions of flash-linear-attention.
 #include <cstring>
 #include <fstream>
 #include <sstream>
@@ -16,13 +17,12 @@ struct Record {
   std::map<std::string, Values> inputs, outputs;
 };
 
-std::vector<Record> records() {
-  std::ifstream numbers(THALWEG_GOLDEN "/golden.bin", std::ios::binary);
+void read_records(const std::string& stem, std::vector<Record>& list) {
+  std::ifstream numbers(stem + ".bin", std::ios::binary);
   std::ostringstream bytes;
   bytes << numbers.rdbuf();
   std::string data = bytes.str();
-  std::vector<Record> list;
-  std::ifstream manifest(THALWEG_GOLDEN "/manifest.txt");
+  std::ifstream manifest(stem + ".txt");
   for (std::string line; std::getline(manifest, line);) {
     std::istringstream words(line);
     std::string role, name;
@@ -38,10 +38,15 @@ std::vector<Record> records() {
     Values v;
     for (int64_t size; words >> size;) v.shape.push_back(size);
     v.data.resize(size_t(tt::count(v.shape)));
-    if ((offset + v.data.size()) * 8 > data.size()) throw std::runtime_error("golden.bin ends before " + line);
+    if ((offset + v.data.size()) * 8 > data.size()) throw std::runtime_error(stem + ".bin ends before " + line);
     if (!v.data.empty()) std::memcpy(v.data.data(), data.data() + offset * 8, v.data.size() * 8);
     (role == "in" ? list.back().inputs : list.back().outputs)[name] = v;
   }
+}
+
+std::vector<Record> records() {
+  std::vector<Record> list;
+  for (const char* stem : {"numpy", "fla"}) read_records(std::string(THALWEG_GOLDEN "/") + stem, list);
   return list;
 }
 
@@ -55,7 +60,7 @@ void expect_golden(const Outputs& got, const Outputs& want, const std::string& w
 
 TEST(Golden, OraclesAndFloat64Rows) {
   std::vector<Record> all = records();
-  EXPECT_GE(all.size(), 30u);
+  EXPECT_GE(all.size(), 60u);
   int checked = 0;
   for (const Record& record : all) {
     SCOPED_TRACE(record.case_text);

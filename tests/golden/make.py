@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes golden.bin and manifest.txt: inputs and outputs of every pass, in float64.
+"""Writes numpy.bin and numpy.txt: inputs and outputs of every pass, in float64.
 
     python3 -m venv build/golden-venv && build/golden-venv/bin/pip install numpy
     build/golden-venv/bin/python tests/golden/make.py
@@ -11,7 +11,7 @@ holds against these files. Gated delta rule: Yang, Kautz, Hatamizadeh, "Gated De
 the fused steps as flash-linear-attention 0.5.2 defines them; short convolution and gated RMS norm as
 its modules of those names.
 
-The manifest has one line a record: "generator <versions>", "case <case string>", then
+The text has one line a record: "generator <versions>", "case <case string>", then
 "in|out <tensor> <offset in doubles> <shape ...>" of that case.
 """
 import pathlib
@@ -142,8 +142,8 @@ def norm_fwd(x, opt, lengths):
 
 
 class Writer:
-    def __init__(self):
-        self.data, self.lines = [], [f"generator NumPy {np.__version__}, Python {platform.python_version()}"]
+    def __init__(self, generator):
+        self.data, self.lines = [], ["generator " + generator]
         self.at = 0
 
     def tensor(self, role, name, values):
@@ -159,9 +159,9 @@ class Writer:
         for name, values in outs.items():
             self.tensor("out", name, values)
 
-    def write(self):
-        (HERE / "golden.bin").write_bytes(np.concatenate(self.data).astype("<f8").tobytes())
-        (HERE / "manifest.txt").write_text("\n".join(self.lines) + "\n")
+    def write(self, stem):
+        (HERE / f"{stem}.bin").write_bytes(np.concatenate(self.data).astype("<f8").tobytes())
+        (HERE / f"{stem}.txt").write_text("\n".join(self.lines) + "\n")
 
 
 def tokens(pass_name, sizes, ins, outs, opt, lengths, required):
@@ -283,9 +283,9 @@ def norm(writer):
 
 
 if __name__ == "__main__":
-    out = Writer()
+    out = Writer(f"NumPy {np.__version__}, Python {platform.python_version()}")
     gdn(out)
     conv(out)
     norm(out)
-    out.write()
+    out.write("numpy")
     print(f"{out.at} numbers, {sum(line.startswith('case') for line in out.lines)} cases")
