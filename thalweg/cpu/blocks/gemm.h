@@ -2,7 +2,7 @@
 // compiled per instruction set.
 //
 //   gemm       C[m,n] = sum_k A[m,k] B[k,n]
-//   gemm_add   C[m,n] = c_scale C[m,n] + sum_k A[m,k] B[k,n]
+//   gemm_add   C[m,n] = c_scale C[m,n] + sum_k A[m,k] B[k,n]      c_scale one number, or one of each row m
 //
 // A is read element by element (broadcast), so any strides serve: A[m,k] is a[m * a_row + k * a_col].
 // A row-major [M,K] matrix has a_row = its row length and a_col = 1; the transposed form of a rank-C
@@ -59,13 +59,20 @@ template <int MR, int NV>
     for (int v = 0; v < NV; ++v) acc[i][v] = zero();
 }
 
-template <int MR, int NV>
-[[gnu::always_inline]] inline void tile_load(const float* c, int64_t c_row, float scale, vf (&acc)[MR][NV]) {
-  vf s = set1(scale);
+// The factor of row i: one number for all, or one of each row.
+[[gnu::always_inline]] inline float row_scale(float scale, int64_t) { return scale; }
+[[gnu::always_inline]] inline float row_scale(const float* scale, int64_t i) { return scale[i]; }
+[[gnu::always_inline]] inline float from_row(float scale, int64_t) { return scale; }
+[[gnu::always_inline]] inline const float* from_row(const float* scale, int64_t i) { return scale + i; }
+
+template <int MR, int NV, class Scale>
+[[gnu::always_inline]] inline void tile_load(const float* c, int64_t c_row, Scale scale, vf (&acc)[MR][NV]) {
 #pragma GCC unroll 16
-  for (int i = 0; i < MR; ++i)
+  for (int i = 0; i < MR; ++i) {
+    vf s = set1(row_scale(scale, i));
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) acc[i][v] = s * load(c + i * c_row + v * kLanes);
+  }
 }
 
 template <int MR, int NV>
@@ -107,41 +114,40 @@ template <int MR, int NV>
     for (int v = 0; v < NV; ++v) acc[i][v] += x[i][v];
 }
 
-template <int MR, int NV, bool kAdd>
-[[gnu::always_inline]] inline void gemm_tile(int64_t K, const float* a, int64_t a_row, int64_t a_col, const float* b,
-                                             int64_t b_row, float* c, int64_t c_row, float c_scale) {
+// Rows i .. i+MR of a product.
+template <int MR, int NV, bool kAdd, class Scale>
+[[gnu::always_inline]] inline void gemm_tile(int64_t i, int64_t K, const float* a, int64_t a_row, int64_t a_col,
+                                             const float* b, int64_t b_row, float* c, int64_t c_row, Scale c_scale) {
   vf acc[MR][NV];
-  if (kAdd) tile_load<MR, NV>(c, c_row, c_scale, acc);
+  if (kAdd) tile_load<MR, NV>(c + i * c_row, c_row, from_row(c_scale, i), acc);
   else tile_zero<MR, NV>(acc);
-  tile_mac<MR, NV>(K, a, a_row, a_col, b, b_row, acc);
-  tile_store<MR, NV>(c, c_row, acc);
+  tile_mac<MR, NV>(K, a + i * a_row, a_row, a_col, b, b_row, acc);
+  tile_store<MR, NV>(c + i * c_row, c_row, acc);
 }
 
 // One panel of NV vectors.
-template <int NV, bool kAdd>
+template <int NV, bool kAdd, class Scale>
 [[gnu::always_inline]] inline void gemm_panel(int64_t M, int64_t K, const float* a, int64_t a_row, int64_t a_col,
-                                              const float* b, int64_t b_row, float* c, int64_t c_row, float c_scale) {
+                                              const float* b, int64_t b_row, float* c, int64_t c_row, Scale c_scale) {
   int64_t i = 0;
   if constexpr (NV == 1)  // twice the rows: enough sums for the latency, and one load of B for all of them
     for (; M - i >= 2 * kTileRows; i += 2 * kTileRows)
-      gemm_tile<2 * kTileRows, NV, kAdd>(K, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, c_scale);
+      gemm_tile<2 * kTileRows, NV, kAdd>(i, K, a, a_row, a_col, b, b_row, c, c_row, c_scale);
   // Where the tile has 6 rows, 8 that are left make two tiles of 4: one of 2 would wait for its own sums.
   for (; M - i >= kTileRows && (kTileRows == 8 || M - i != 8); i += kTileRows)
-    gemm_tile<kTileRows, NV, kAdd>(K, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, c_scale);
-  for (; M - i >= 4; i += 4)
-    gemm_tile<4, NV, kAdd>(K, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, c_scale);
+    gemm_tile<kTileRows, NV, kAdd>(i, K, a, a_row, a_col, b, b_row, c, c_row, c_scale);
+  for (; M - i >= 4; i += 4) gemm_tile<4, NV, kAdd>(i, K, a, a_row, a_col, b, b_row, c, c_row, c_scale);
   if (M - i >= 2) {
-    gemm_tile<2, NV, kAdd>(K, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, c_scale);
+    gemm_tile<2, NV, kAdd>(i, K, a, a_row, a_col, b, b_row, c, c_row, c_scale);
     i += 2;
   }
-  if (M - i >= 1)
-    gemm_tile<1, NV, kAdd>(K, a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, c_scale);
+  if (M - i >= 1) gemm_tile<1, NV, kAdd>(i, K, a, a_row, a_col, b, b_row, c, c_row, c_scale);
 }
 
-template <bool kAdd>
+template <bool kAdd, class Scale>
 [[gnu::always_inline]] inline void gemm_any(int64_t M, int64_t N, int64_t K, const float* a, int64_t a_row,
                                             int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row,
-                                            float c_scale) {
+                                            Scale c_scale) {
   int64_t n = 0;
   for (; N - n >= kPanel; n += kPanel) gemm_panel<2, kAdd>(M, K, a, a_row, a_col, b + n, b_row, c + n, c_row, c_scale);
   if (n < N) gemm_panel<1, kAdd>(M, K, a, a_row, a_col, b + n, b_row, c + n, c_row, c_scale);
@@ -169,9 +175,10 @@ template <int NV>
 }
 
 // C[M,N] = c_scale C[M,N] + A[M,K] B[K,N]
+template <class Scale = float>
 [[gnu::always_inline]] inline void gemm_add(int64_t M, int64_t N, int64_t K, const float* a, int64_t a_row,
                                             int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row,
-                                            float c_scale = 1.f) {
+                                            Scale c_scale = 1.f) {
   gemm_any<true>(M, N, K, a, a_row, a_col, b, b_row, c, c_row, c_scale);
 }
 

@@ -17,6 +17,10 @@ using Decode = thalweg_kimi_delta_attention_decode_args;
 // ---- Kernel tables ----
 
 const Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"cpu_chunk_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_value_heads<avx512::cpu_chunk_fwd_slot_bytes>,
+     avx512::cpu_chunk_fwd},
+    {"cpu_chunk_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_value_heads<avx2::cpu_chunk_fwd_slot_bytes>,
+     avx2::cpu_chunk_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_fwd},
 };
 const Kernel<Problem, Bwd> kBwdKernels[] = {
