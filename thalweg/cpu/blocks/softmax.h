@@ -20,7 +20,7 @@ constexpr float kLog2e = 1.44269504088896341f;
 constexpr double kLn2 = 0.693147180559945309;
 constexpr float kLowest = -3.40282347e38f;  // where a maximum starts: finite, so that no difference is inf - inf
 
-// 2^x for x <= 0 to 1.5 ulp, 0 from -126.5 down, NaN stays.
+// 2^x for x <= 0 to 1.5 ulp, 0 from -126.5 down, NaN stays; up to x = 128, which gives infinity, it is right too.
 [[gnu::always_inline]] inline vf exp2_nonpositive(vf x) {
   const vf bounded = max(set1(-127.f), x);
 #if defined(__AVX2__) && !defined(__AVX512F__)

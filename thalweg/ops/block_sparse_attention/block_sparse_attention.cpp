@@ -264,6 +264,8 @@ constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_any<plan_generic_fwd>, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"cpu_flash_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash<avx512::plan_flash_bwd>, avx512::cpu_flash_bwd},
+    {"cpu_flash_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash<avx2::plan_flash_bwd>, avx2::cpu_flash_bwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_any<plan_generic_bwd>, cpu_generic_bwd},
 };
 

@@ -158,7 +158,7 @@ template <class A>
 void sink_task(void* arg, int64_t h, int64_t) {
   const Call& call = *static_cast<const Call*>(arg);
   const Args& a = call.args;
-  const A z = load<A>(a.sink, h * a.sink.stride[0]);
+  const A z = thalweg::load_at<A>(a.sink, h * a.sink.stride[0]);
   A sum = 0;
   for (int64_t n = 0; n < call.p.N; ++n) {
     const Item item = item_at(call.p, a, n);
@@ -169,7 +169,7 @@ void sink_task(void* arg, int64_t h, int64_t) {
     }
     sum += part;
   }
-  store(a.d_sink, h * a.d_sink.stride[0], sum);
+  thalweg::store_at(a.d_sink, h * a.d_sink.stride[0], sum);
 }
 
 void rest_task(void* arg, int64_t i, int64_t) {

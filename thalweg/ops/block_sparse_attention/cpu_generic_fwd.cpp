@@ -35,7 +35,7 @@ void query(const Call& call, const Item& item, const HeadMask& mask, int64_t h, 
   const Args& a = call.args;
   const int64_t b = item.batch, t = item.q_begin + i, hk = h / (p.H / p.HK);
   A *q = scratch, *row = q + p.K, *o = row + (p.K > p.V ? p.K : p.V), *s = o + p.V;
-  const A scale = A(p.scale), z = is_there(a.sink) ? load<A>(a.sink, h * a.sink.stride[0]) : A(0);
+  const A scale = A(p.scale), z = is_there(a.sink) ? thalweg::load_at<A>(a.sink, h * a.sink.stride[0]) : A(0);
   load_row(a.q, b, t, h, q);
   A m = is_there(a.sink) ? z : -std::numeric_limits<A>::infinity();
   int64_t count = 0, begin;
