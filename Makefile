@@ -5,6 +5,7 @@
 JOBS ?= $(shell nproc)
 MINUTES ?=
 TEXT ?=
+MIXER ?=
 CASES ?= @perf
 MAKEFLAGS += --no-print-directory
 export JOBS
@@ -12,10 +13,10 @@ export JOBS
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo:  ## train a small language model on real text and let it write (MINUTES=4 TEXT=file)
+demo:  ## train a small language model on real text and let it write (MINUTES=4 TEXT=file MIXER=kda)
 	@scripts/setup.sh demo
 	@scripts/build.sh cpu --new -DTHALWEG_BUILD_TESTS=OFF -DTHALWEG_BUILD_TOOLS=OFF --set -DTHALWEG_BUILD_EXAMPLES=ON --target demo
-	@build/cpu/examples/demo $(if $(MINUTES),--minutes $(MINUTES)) $(if $(TEXT),--text "$(TEXT)")
+	@build/cpu/examples/demo $(if $(MINUTES),--minutes $(MINUTES)) $(if $(TEXT),--text "$(TEXT)") $(if $(MIXER),--mixer $(MIXER))
 
 test:  ## build and run every test, sanitizers and document checks included
 	@scripts/setup.sh test

@@ -33,8 +33,8 @@ double norm(const std::vector<double>& x) {
 
 class Checker {
  public:
-  explicit Checker(Threads& threads, uint64_t seed) : model_(config(), threads), random_(seed) {
-    initialise(config(), seed, model_.weights());
+  Checker(Threads& threads, Mixer mixer, uint64_t seed) : model_(config(mixer), threads), random_(seed) {
+    initialise(config(mixer), seed, model_.weights());
     // Norm weights start at 1 and gates small: move everything, so that no gradient is special.
     for (float& w : model_.weights()) w += 0.05f * float(random_.normal());
     for (uint8_t& byte : inputs_) byte = uint8_t(random_.bits() % 64);
@@ -56,7 +56,7 @@ class Checker {
 
  private:
   static constexpr int64_t kB = 2, kT = 100;
-  static Config config() { return {.layers = 2, .D = 32, .H = 2, .K = 16, .V = 16, .W = 4, .F = 48}; }
+  static Config config(Mixer mixer) { return {.mixer = mixer, .layers = 2, .D = 32, .H = 2, .K = 16, .V = 16, .W = 4, .F = 48}; }
 
   double loss_at(const Parameter& p, const std::vector<float>& w, const std::vector<double>& u, double h) {
     for (size_t i = 0; i < w.size(); ++i) model_.weights()[size_t(p.offset) + i] = float(double(w[i]) + h * u[i]);
@@ -101,8 +101,8 @@ class Checker {
 
 }  // namespace
 
-bool check_gradients(Threads& threads, uint64_t seed) {
-  bool ok = Checker(threads, seed).run();
+bool check_gradients(Threads& threads, Mixer mixer, uint64_t seed) {
+  bool ok = Checker(threads, mixer, seed).run();
   fmt::print("{}\n", ok ? "every gradient agrees with finite differences" : "some gradients are wrong");
   return ok;
 }

@@ -2,12 +2,12 @@
 #ifndef LANGUAGE_MODEL_GRADIENT_CHECK_H
 #define LANGUAGE_MODEL_GRADIENT_CHECK_H
 
-#include "threads.h"
+#include "mixer.h"
 
 namespace language_model {
 
 // Prints a line a parameter; true when every one agrees.
-bool check_gradients(Threads&, uint64_t seed);
+bool check_gradients(Threads&, Mixer, uint64_t seed);
 
 }  // namespace language_model
 #endif

@@ -45,8 +45,9 @@ void introduce(const Options& o, const Corpus& corpus, const Model& model, const
   fmt::print("learns from  {} ({} bytes)\n", corpus.training_name, bytes(corpus.training));
   fmt::print("validation   {} ({} bytes)\n", corpus.validation_name, bytes(corpus.validation));
   fmt::print("held out     {} ({} bytes)\n", corpus.held_out_name, bytes(corpus.held_out));
-  fmt::print("model        {} parameters: {} blocks of width {}, {} heads of {} x {}\n", grouped(model.num_parameters()),
-             o.model.layers, o.model.D, o.model.H, o.model.K, o.model.V);
+  fmt::print("model        {} parameters: {} blocks of width {}, {} heads of {} x {}, {}\n", grouped(model.num_parameters()),
+             o.model.layers, o.model.D, o.model.H, o.model.K, o.model.V,
+             o.model.mixer == Mixer::kGdn ? "gated delta rule" : "Kimi delta attention");
 }
 
 // Goes on from a checkpoint where there is one to go on from.
@@ -119,7 +120,7 @@ int report(const Options& o, const Corpus& corpus, Model& model, Threads& thread
 int run(const Options& o) {
   Threads threads(o.threads > 0 ? o.threads : thalweg_default_threads());
   const char* blas = prepare_blas();
-  if (o.check_gradients) return check_gradients(threads, o.training.seed) ? 0 : kWrong;
+  if (o.check_gradients) return check_gradients(threads, o.model.mixer, o.training.seed) ? 0 : kWrong;
   Corpus corpus = o.text.empty() ? licenses() : corpus_of_file(o.text);
   check_length(corpus, o.training.T);
   make_folder(o.out);

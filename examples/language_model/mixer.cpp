@@ -23,13 +23,17 @@ struct Views {
   thalweg_tensor q, k, v, g, beta, o;
 };
 Views views_of(const Config& c, int64_t B, int64_t T, const MixerActivations& x) {
-  int64_t keys = c.H * c.K, width = c.qkv();
+  int64_t keys = c.H * c.K, width = c.qkv(), scalar_width = c.decay_beta();
   return {.q = heads(x.conv, width, 0, B, T, c.H, c.K),
           .k = heads(x.conv, width, keys, B, T, c.H, c.K),
           .v = heads(x.conv, width, 2 * keys, B, T, c.H, c.V),
-          .g = scalars(x.decay_beta, 2 * c.H, 0, B, T, c.H),
-          .beta = scalars(x.decay_beta, 2 * c.H, c.H, B, T, c.H),
+          .g = c.mixer == Mixer::kGdn ? scalars(x.decay_beta, scalar_width, 0, B, T, c.H)
+                                      : heads(x.decay_beta, scalar_width, 0, B, T, c.H, c.K),
+          .beta = scalars(x.decay_beta, scalar_width, c.decays(), B, T, c.H),
           .o = heads(x.o, c.o(), 0, B, T, c.H, c.V)};
+}
+thalweg_tensor dt_bias_of(const Config& c, float* dt_bias) {
+  return c.mixer == Mixer::kGdn ? view(dt_bias, {c.H}) : view(dt_bias, {c.H, c.K});
 }
 
 void convolve(Threads& threads, const Config& c, Pass pass, int64_t B, int64_t T, const MixerWeights& w,
@@ -58,45 +62,75 @@ void convolve(Threads& threads, const Config& c, Pass pass, int64_t B, int64_t T
   if (state) state->conv.swap(after);
 }
 
-void apply_delta_rule(Threads& threads, const Config& c, Pass pass, int64_t B, int64_t T, const MixerWeights& w,
-                      MixerState* state, MixerActivations& x) {
-  Views views = views_of(c, B, T, x);
-  thalweg_tensor A_log = view(w.A_log, {c.H}), dt_bias = view(w.dt_bias, {c.H});
-  if (pass == Pass::kDecode) {
-    thalweg::gated_delta_rule_decode({.q = views.q,
-                                      .k = views.k,
-                                      .v = views.v,
-                                      .g = views.g,
-                                      .beta = views.beta,
-                                      .A_log = A_log,
-                                      .dt_bias = dt_bias,
-                                      .state = view(state->delta.data(), {1, c.H, c.K, c.V}),
-                                      .o = views.o,
-                                      .use_qk_l2norm = 1,
-                                      .use_gate = 1,
-                                      .use_beta_sigmoid = 1},
-                                     threads.context());
-    return;
-  }
-  thalweg::gated_delta_rule_fwd_args args{.q = views.q,
-                                          .k = views.k,
-                                          .v = views.v,
-                                          .g = views.g,
-                                          .beta = views.beta,
-                                          .A_log = A_log,
-                                          .dt_bias = dt_bias,
-                                          .o = views.o,
-                                          .use_qk_l2norm = 1,
-                                          .use_gate = 1,
-                                          .use_beta_sigmoid = 1};
+// The args of a pass of either operator, with what all of them take. Their fields have the same names.
+template <class Args>
+Args args_of(const Config& c, const Views& views, const MixerWeights& w) {
+  Args args{};
+  args.q = views.q, args.k = views.k, args.v = views.v, args.g = views.g, args.beta = views.beta;
+  args.A_log = view(w.A_log, {c.H});
+  args.dt_bias = dt_bias_of(c, w.dt_bias);
+  args.use_qk_l2norm = args.use_gate = args.use_beta_sigmoid = 1;
+  return args;
+}
+
+template <class Args, class Run>
+void decode_tokens(const Config& c, const Views& views, const MixerWeights& w, MixerState& state, Run run) {
+  auto args = args_of<Args>(c, views, w);
+  args.state = view(state.delta.data(), {1, c.H, c.K, c.V});
+  args.o = views.o;
+  run(args);
+}
+
+template <class Args, class Run>
+void read_tokens(const Config& c, const Views& views, const MixerWeights& w, MixerState* state, Run run) {
+  auto args = args_of<Args>(c, views, w);
+  args.o = views.o;
   std::vector<float> after;
   if (state) {
     after.resize(state->delta.size());
     args.initial_state = view(state->delta.data(), {1, c.H, c.K, c.V});
     args.final_state = view(after.data(), {1, c.H, c.K, c.V});
   }
-  thalweg::gated_delta_rule_fwd(args, threads.context());
+  run(args);
   if (state) state->delta.swap(after);
+}
+
+template <class Args, class Run>
+void read_tokens_backward(const Config& c, const Views& views, const Views& d_views, const MixerWeights& w,
+                          const MixerWeights& d_w, Run run) {
+  auto args = args_of<Args>(c, views, w);
+  args.d_o = d_views.o;
+  args.d_q = d_views.q, args.d_k = d_views.k, args.d_v = d_views.v, args.d_g = d_views.g, args.d_beta = d_views.beta;
+  args.d_A_log = view(d_w.A_log, {c.H});
+  args.d_dt_bias = dt_bias_of(c, d_w.dt_bias);
+  run(args);
+}
+
+void apply_delta_rule(Threads& threads, const Config& c, Pass pass, int64_t B, int64_t T, const MixerWeights& w,
+                      MixerState* state, MixerActivations& x) {
+  const Views views = views_of(c, B, T, x);
+  const bool kda = c.mixer == Mixer::kKda;
+  auto context = threads.context();
+  using namespace thalweg;
+  if (pass == Pass::kDecode && kda)
+    decode_tokens<kimi_delta_attention_decode_args>(c, views, w, *state, [&](auto& a) { kimi_delta_attention_decode(a, context); });
+  else if (pass == Pass::kDecode)
+    decode_tokens<gated_delta_rule_decode_args>(c, views, w, *state, [&](auto& a) { gated_delta_rule_decode(a, context); });
+  else if (kda)
+    read_tokens<kimi_delta_attention_fwd_args>(c, views, w, state, [&](auto& a) { kimi_delta_attention_fwd(a, context); });
+  else
+    read_tokens<gated_delta_rule_fwd_args>(c, views, w, state, [&](auto& a) { gated_delta_rule_fwd(a, context); });
+}
+
+void delta_rule_backward(Threads& threads, const Config& c, int64_t B, int64_t T, const MixerWeights& w,
+                         const MixerActivations& x, const MixerActivations& d, const MixerWeights& d_w) {
+  const Views views = views_of(c, B, T, x), d_views = views_of(c, B, T, d);
+  auto context = threads.context();
+  using namespace thalweg;
+  if (c.mixer == Mixer::kKda)
+    read_tokens_backward<kimi_delta_attention_bwd_args>(c, views, d_views, w, d_w, [&](auto& a) { kimi_delta_attention_bwd(a, context); });
+  else
+    read_tokens_backward<gated_delta_rule_bwd_args>(c, views, d_views, w, d_w, [&](auto& a) { gated_delta_rule_bwd(a, context); });
 }
 
 }  // namespace
@@ -104,7 +138,7 @@ void apply_delta_rule(Threads& threads, const Config& c, Pass pass, int64_t B, i
 void MixerActivations::resize(const Config& c, int64_t M) {
   qkv.resize(size_t(M * c.qkv()));
   gate.resize(size_t(M * c.o()));
-  decay_beta.resize(size_t(M * 2 * c.H));
+  decay_beta.resize(size_t(M * c.decay_beta()));
   conv.resize(size_t(M * c.qkv()));
   o.resize(size_t(M * c.o()));
   y.resize(size_t(M * c.o()));
@@ -117,7 +151,7 @@ void mix(Threads& threads, const Config& c, Pass pass, int64_t B, int64_t T, con
   int64_t M = B * T;
   multiply(threads, M, c.qkv(), c.D, a, w.w_qkv, x.qkv.data());
   multiply(threads, M, c.o(), c.D, a, w.w_gate, x.gate.data());
-  multiply(threads, M, 2 * c.H, c.D, a, w.w_decay_beta, x.decay_beta.data());
+  multiply(threads, M, c.decay_beta(), c.D, a, w.w_decay_beta, x.decay_beta.data());
   convolve(threads, c, pass, B, T, w, state, x);
   apply_delta_rule(threads, c, pass, B, T, w, state, x);
   thalweg::gated_rms_norm_fwd({.x = view(x.o.data(), {M * c.H, c.V}),
@@ -146,26 +180,7 @@ void mix_backward(Threads& threads, const Config& c, int64_t B, int64_t T, const
                                .gate_activation = THALWEG_GATE_SILU},
                               threads.context());
 
-  Views views = views_of(c, B, T, x), d_views = views_of(c, B, T, d);
-  thalweg::gated_delta_rule_bwd({.q = views.q,
-                                 .k = views.k,
-                                 .v = views.v,
-                                 .g = views.g,
-                                 .beta = views.beta,
-                                 .A_log = view(w.A_log, {c.H}),
-                                 .dt_bias = view(w.dt_bias, {c.H}),
-                                 .d_o = d_views.o,
-                                 .d_q = d_views.q,
-                                 .d_k = d_views.k,
-                                 .d_v = d_views.v,
-                                 .d_g = d_views.g,
-                                 .d_beta = d_views.beta,
-                                 .d_A_log = view(d_w.A_log, {c.H}),
-                                 .d_dt_bias = view(d_w.dt_bias, {c.H}),
-                                 .use_qk_l2norm = 1,
-                                 .use_gate = 1,
-                                 .use_beta_sigmoid = 1},
-                                threads.context());
+  delta_rule_backward(threads, c, B, T, w, x, d, d_w);
 
   thalweg::short_conv_bwd({.x = view(x.qkv.data(), {B, T, C}),
                            .weight = view(w.conv, {C, c.W}),
@@ -177,10 +192,10 @@ void mix_backward(Threads& threads, const Config& c, int64_t B, int64_t T, const
 
   transposed_multiply(threads, c.D, C, M, a, d.qkv.data(), d_w.w_qkv);
   transposed_multiply(threads, c.D, c.o(), M, a, d.gate.data(), d_w.w_gate);
-  transposed_multiply(threads, c.D, 2 * c.H, M, a, d.decay_beta.data(), d_w.w_decay_beta);
+  transposed_multiply(threads, c.D, c.decay_beta(), M, a, d.decay_beta.data(), d_w.w_decay_beta);
   multiply_transposed(threads, M, c.D, C, d.qkv.data(), w.w_qkv, d_a);
   multiply_transposed(threads, M, c.D, c.o(), d.gate.data(), w.w_gate, d_a, Into::kAdd);
-  multiply_transposed(threads, M, c.D, 2 * c.H, d.decay_beta.data(), w.w_decay_beta, d_a, Into::kAdd);
+  multiply_transposed(threads, M, c.D, c.decay_beta(), d.decay_beta.data(), w.w_decay_beta, d_a, Into::kAdd);
 }
 
 }  // namespace language_model

@@ -1,7 +1,9 @@
-// Token mixing by the gated delta rule, as in Gated DeltaNet: the part of the model that Thalweg computes.
+// Token mixing by the gated delta rule, as in Gated DeltaNet, or by Kimi delta attention: the part of the model
+// that Thalweg computes.
 //
 //   qkv     = a w_qkv                              then a causal convolution over W tokens and SiLU
-//   o       = gated delta rule of q, k, v, with decay and beta from a w_decay_beta (one of each a head)
+//   o       = the delta rule of q, k, v, with decay and beta from a w_decay_beta: one beta a head, and one decay
+//             a head (gdn) or a decay for each key channel of a head (kda)
 //   y       = RMSNorm(o) * silu(a w_gate)          per head
 //   branch  = y w_out
 //
@@ -16,7 +18,10 @@
 
 namespace language_model {
 
+enum class Mixer { kGdn, kKda };
+
 struct Config {
+  Mixer mixer = Mixer::kGdn;
   int64_t layers = 3;
   int64_t D = 192;        // width of the residual stream
   int64_t H = 6;          // heads
@@ -26,15 +31,17 @@ struct Config {
 
   int64_t qkv() const { return H * (2 * K + V); }  // channels of the convolution
   int64_t o() const { return H * V; }
+  int64_t decays() const { return mixer == Mixer::kGdn ? H : H * K; }
+  int64_t decay_beta() const { return decays() + H; }
 };
 
 struct MixerWeights {
   float* w_qkv;         // [D, H K + H K + H V]
   float* w_gate;        // [D, H V]
-  float* w_decay_beta;  // [D, 2 H]
+  float* w_decay_beta;  // [D, decays + H]
   float* conv;          // [H (2 K + V), W]
   float* A_log;         // [H]
-  float* dt_bias;       // [H]
+  float* dt_bias;       // [decays]
   float* norm;          // [V]
   float* w_out;         // [H V, D]
 };
@@ -43,7 +50,7 @@ struct MixerWeights {
 struct MixerActivations {
   std::vector<float> qkv;         // [M, H (2 K + V)]
   std::vector<float> gate;        // [M, H V]
-  std::vector<float> decay_beta;  // [M, 2 H]
+  std::vector<float> decay_beta;  // [M, decays + H]
   std::vector<float> conv;        // [M, H (2 K + V)]  qkv after the convolution
   std::vector<float> o;           // [M, H V]
   std::vector<float> y;           // [M, H V]

@@ -8,8 +8,10 @@ namespace language_model {
 namespace {
 
 constexpr const char* kAbout =
-    "Trains a byte-level Gated DeltaNet language model on text, its attention layers computed by Thalweg, compares "
+    "Trains a byte-level language model (Gated DeltaNet or Kimi delta attention) on text, its attention layers computed by Thalweg, compares "
     "it with gzip and xz on held-out text, and lets it write.";
+
+std::map<std::string, Mixer> mixer_names() { return {{"gdn", Mixer::kGdn}, {"kda", Mixer::kKda}}; }
 
 }  // namespace
 
@@ -34,6 +36,9 @@ std::optional<Options> parse_options(int argc, char** argv, int* status) {
 
   auto size = CLI::Range(1, 65536);
   const char* sizes = "Model and training";
+  app.add_option("--mixer", o.model.mixer, "gdn: gated delta rule; kda: Kimi delta attention, a decay for each key channel")
+      ->transform(CLI::CheckedTransformer(mixer_names(), CLI::ignore_case))
+      ->default_str("gdn")->group(sizes);
   app.add_option("--layers", o.model.layers, "blocks")->check(size)->group(sizes);
   app.add_option("--width", o.model.D, "of the residual stream")->check(size)->group(sizes);
   app.add_option("--heads", o.model.H, "")->check(size)->group(sizes);
@@ -62,7 +67,7 @@ std::map<std::string, std::string> identity_of(const Options& o, const Corpus& c
   const TrainingOptions& t = o.training;
   auto whole = [](auto value) { return std::to_string(value); };
   auto real = [](float value) { return fmt::format("{:g}", value); };
-  return {{"layers", whole(c.layers)}, {"width", whole(c.D)}, {"heads", whole(c.H)},
+  return {{"mixer", c.mixer == Mixer::kGdn ? "gdn" : "kda"}, {"layers", whole(c.layers)}, {"width", whole(c.D)}, {"heads", whole(c.H)},
           {"key", whole(c.K)}, {"value", whole(c.V)}, {"conv", whole(c.W)},
           {"hidden", whole(c.F)}, {"batch", whole(t.B)}, {"crop", whole(t.T)},
           {"learning-rate", real(t.learning_rate)}, {"weight-decay", real(t.weight_decay)},

@@ -97,6 +97,12 @@ demo one --steps 60 --threads 1 || fail "one thread: $(cat "$folder/one.log")"
 demo three --steps 60 --threads 3 || fail "three threads: $(cat "$folder/three.log")"
 same_checkpoint one three || fail "one and three threads differ"
 
+# The other mixer learns too, and its passes agree.
+demo kda --steps 60 --mixer kda || fail "--mixer kda: $(cat "$folder/kda.log")"
+bits=$(sed -n 's/^ *\([0-9.]*\)  this model.*/\1/p' "$folder/kda.log")
+awk -v bits="$bits" 'BEGIN { exit !(bits > 0 && bits < 5.5) }' || fail "kda: bits per byte: got '$bits', expected below 5.5"
+grep -q '(within 1e-04)' "$folder/kda.log" || fail "kda: decode and chunked forward disagree"
+
 # Errors.
 : >"$folder/empty"
 head -c 60 "$text" >"$folder/short"
@@ -108,7 +114,9 @@ refuses 2 "cannot be made" --checkpoint "$text/below/file"
 refuses 2 "missing, expected a checkpoint to resume from" --resume --checkpoint "$folder/nothing"
 refuses 2 "was made with hidden 48, this run has 64" --resume --hidden 64 --checkpoint "$folder/whole/checkpoint.safetensors"
 refuses 2 "was made with text" --resume --text "$0" --checkpoint "$folder/whole/checkpoint.safetensors"
+refuses 2 "was made with mixer gdn, this run has kda" --resume --mixer kda --checkpoint "$folder/whole/checkpoint.safetensors"
 refuses 2 "--minutes" --minutes -3
+refuses 2 "--mixer" --mixer lstm
 refuses 2 "--no-such-option" --no-such-option
 refuses 2 "the checkpoint cannot be used" --resume --checkpoint "$text"
 size=$(stat -c %s "$folder/whole/checkpoint.safetensors")
