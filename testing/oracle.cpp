@@ -37,7 +37,7 @@ std::vector<int64_t> picked(const Case& c, const std::string& dim, int64_t size,
 struct Float64Args {
   std::vector<char> bytes;
   std::map<std::string, std::vector<double>> data;  // float tensors
-  std::map<std::string, std::vector<int64_t>> integers;  // room for the integer tensors that a group of heads has its part of
+  std::map<std::string, std::vector<int64_t>> integers;  // room for integer outputs, and for inputs cut to heads
   std::map<std::string, thalweg_tensor> tensors;
 };
 
@@ -72,19 +72,22 @@ void add_tensor(const Problem& problem, const thalweg_field& field, const std::v
   std::memcpy(out->bytes.data() + field.offset, &out->tensors[field.name], sizeof(thalweg_tensor));
 }
 
-// An integer input with an axis of heads (a mask), cut to the groups, in its own dtype.
+// An integer output, or an input with an axis of heads (a mask) cut to the groups, in its own dtype.
 void add_integers(const Problem& problem, const thalweg_field& field, const std::vector<int64_t>& groups, Float64Args* out) {
   const Case& c = problem.spec_case();
   bool has_heads = false;
   for (const std::string& dim : words(field.dims)) has_heads = has_heads || heads_per_group(c, dim) > 0;
-  if (groups.empty() || !has_heads) return;
-  Values v = take_groups(c, field.name, problem.inputs().at(field.name), groups);
+  if (is_input(field) && (groups.empty() || !has_heads)) return;
+  std::vector<int64_t> shape = shape_in(c, field);
+  Values v;
+  if (is_input(field)) v = take_groups(c, field.name, problem.inputs().at(field.name), groups), shape = v.shape;
   std::vector<int64_t>& room = out->integers[field.name];
-  room.assign(size_t(v.count()), 0);
-  thalweg_tensor t = row_major(nullptr, v.shape);
+  room.assign(size_t(count(shape)), 0x7f7f7f7f7f7f7f7f);
+  thalweg_tensor t = row_major(nullptr, shape);
   t.data = room.data();
   t.dtype = dtype_in(c, field);
-  write_values(t, v);
+  if (is_input(field)) write_values(t, v);
+  out->tensors[field.name] = t;
   std::memcpy(out->bytes.data() + field.offset, &t, sizeof t);
 }
 
@@ -141,6 +144,14 @@ std::map<std::string, Values> run_reference(const Problem& problem, const std::v
   std::map<std::string, Values> outputs;
   for (const std::string& name : problem.outputs()) outputs[name] = read_values(args.tensors.at(name));
   return outputs;
+}
+
+void settle(const Problem& problem, std::map<std::string, Values>* want) {
+  const Case& c = problem.spec_case();
+  if (!spec_of(*c.pass).settle) return;
+  std::map<std::string, Values> got;
+  for (const std::string& name : problem.outputs()) got[name] = problem.read(name);
+  spec_of(*c.pass).settle(c, problem.inputs(), got, want);
 }
 
 std::vector<int64_t> oracle_groups(const Case& c) {

@@ -115,6 +115,10 @@ struct Spec {
   const char* head_sizes;
   // Rules of one output beside limit(); null: none.
   std::vector<Rule> (*rules)(const Case&, const std::string& output) = nullptr;
+  // Where more than one answer is right (indices of scores that are equal to rounding), makes `want` the right
+  // answer that `got` is, if it is one; by name, all outputs. Null: there is one answer.
+  void (*settle)(const Case&, const std::map<std::string, Values>& inputs, const std::map<std::string, Values>& got,
+                 std::map<std::string, Values>* want) = nullptr;
 };
 const Spec& spec_of(const thalweg_pass& pass);  // throws std::out_of_range
 // Spec.limit; where the output is stored narrower than the case's dtype, at least one rounding of that storage.
@@ -151,8 +155,10 @@ class Problem {
 Values take_groups(const Case&, const std::string& field, const Values&, const std::vector<int64_t>& groups);
 
 // The oracle's outputs for the inputs of `problem`; for a large case only the heads in `groups` (see
-// Spec.head_sizes; empty = all, otherwise indices of key-head groups). Outputs start as NaN.
+// Spec.head_sizes; empty = all, otherwise indices of key-head groups). Outputs start as NaN, integers as 0x7f….
 std::map<std::string, Values> run_reference(const Problem& problem, const std::vector<int64_t>& groups = {});
+// Spec.settle for what `problem` holds now; without one, `want` stays. Integer outputs are compared exactly.
+void settle(const Problem& problem, std::map<std::string, Values>* want);
 
 // Which groups verify() gives the oracle: all (empty) for a small case, else the first, the last and
 // random ones, four at least.

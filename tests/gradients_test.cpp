@@ -9,8 +9,11 @@ namespace {
 
 namespace tt = thalweg::testing;
 
+// An operator whose forward has a loss of its own (lists of keys have no gradient): that.
 const thalweg_pass* forward_of(const thalweg_pass& bwd) {
-  return std::string_view(bwd.name) == "bwd" ? find_pass(std::string(bwd.op) + ".fwd") : nullptr;
+  if (std::string_view(bwd.name) != "bwd") return nullptr;
+  const thalweg_pass* loss = find_pass(std::string(bwd.op) + ".loss");
+  return loss ? loss : find_pass(std::string(bwd.op) + ".fwd");
 }
 
 // The forward of a backward's case: the same inputs, and each output that the backward has a gradient of.
