@@ -70,9 +70,6 @@ constexpr int64_t kMaxBlocks = 256;        // of sequences; a task is a block an
 constexpr int64_t kStateBytes = 4 << 20;  // wanted for the states that a slot keeps
 constexpr int64_t kMaxEvery = 256;         // tokens between two of them
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // ---- workspace --------------------------------------------------------------------------------------
 
 struct Layout {
@@ -100,17 +97,6 @@ Layout layout_of(const Problem& problem) {
   l.blocks = least(problem.N, kMaxBlocks);
   return l;
 }
-
-// The floats of a slot, handed out in order; 64-byte aligned.
-struct Carver {
-  char* base;  // null when only counting
-  int64_t used;
-  float* take(int64_t n) {
-    float* p = base ? reinterpret_cast<float*>(base + used) : nullptr;
-    used += round_up(n * int64_t(sizeof(float)), 64);
-    return p;
-  }
-};
 
 struct Slot {
   Keys keys;
@@ -194,7 +180,7 @@ struct Work {
     return tokens_at(t, problem.T, begin + c * kC, head);
   }
   void want(Ahead* ahead, const thalweg_tensor& t, int64_t c, int64_t head, int64_t dim, bool to_write = false) const {
-    if (tokens(c) > 0) gated_delta_rule::want(ahead, at(t, c, head), tokens(c), dim, to_write);
+    if (tokens(c) > 0) thalweg::want(ahead, at(t, c, head), tokens(c), dim, to_write);
   }
   int64_t state_floats() const { return layout.dims.Kp * layout.dims.Vp; }
   float* state(int64_t c, int64_t x) const {  // before chunk c
@@ -326,7 +312,7 @@ void run_head_backward(Work& w, int64_t c, int64_t x) {
   backward_factors(keys, head, w.scale);
   chunk_d_v(d, keys, head, r, dS, w.scale, &now);
   store_rows<paneled>(w.at(w.args.d_v, c, w.first + x), w.tokens(c), d.V, d.Vp, head.d_v);
-  turn_columns(d, head, r);
+  turn_columns(d, head.d_o, head.d_v, r, head.cols);
   state_gradients(d, keys, head, S, dS, w.scale, &next);
   const float state_product = carry_back(d, keys, head, S, dS, &next);
   token_gradients(d, keys, head, w.scale);
@@ -428,7 +414,7 @@ void sum_partials(const Call& call, const thalweg_tensor& t, int64_t which) {
     double sum = 0;
     for (int64_t block = 0; block < call.layout.blocks; ++block)
       sum += call.partials[2 * (block * call.problem.HV + hv) + which];
-    store_element(t, hv, sum);
+    store_element(t, sum, hv);
   }
 }
 

@@ -2,6 +2,7 @@
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_CPU_CHUNK_BWD_STEPS_H
 #define THALWEG_OPS_GATED_DELTA_RULE_CPU_CHUNK_BWD_STEPS_H
 
+#include "thalweg/cpu/blocks/chunk_bwd_products.h"
 #include "thalweg/ops/gated_delta_rule/cpu_chunk_bwd_io.h"
 
 namespace thalweg::gated_delta_rule {
@@ -129,13 +130,14 @@ inline void decays(const float* g, float* D, float* E) {
   for (int64_t i = 0; i < kC; i += kLanes) store(E + i, decay_of(load(start + i)));
 }
 
-// minus_L_ij = -rows_i columns_j D_ij kk_ij for i > j, else 0; rows or columns may be absent (1).
-inline void lower_factor(const float* D, const float* kk, const float* rows, const float* columns, float* minus_L) {
+// minus_L_ij = -f D_ij kk_ij for i > j, else 0, with f = beta_i or beta_j.
+template <bool by_row>
+inline void lower_factor(const float* D, const float* kk, const float* beta, float* minus_L) {
   for (int64_t i = 0; i < kC; ++i)
     for (int v = 0; v < kCV; ++v) {
       const int64_t n = i - v * kLanes, before = n < 0 ? 0 : n > kLanes ? kLanes : n, at = i * kC + v * kLanes;
       vf x = zero() - load(D + at) * load(kk + at);
-      x = x * (rows ? set1(rows[i]) : load(columns + v * kLanes));
+      x = x * (by_row ? set1(beta[i]) : load(beta + v * kLanes));
       store(minus_L + at, first_n(before, x, zero()));
     }
 }
@@ -145,7 +147,7 @@ inline void lower_factor(const float* D, const float* kk, const float* rows, con
 // r, panels: holds v, becomes the deltas before beta, r_i = v_i - E_i k_i S - sum_j<i kk_ij D_ij beta_j r_j.
 inline void chunk_deltas(const Dims& dims, const Keys& keys, const Head& head, const float* S, float* r,
                          Ahead* ahead) {
-  lower_factor(head.D, keys.kk, nullptr, head.scalars->beta, head.minus_L);
+  lower_factor<false>(head.D, keys.kk, head.scalars->beta, head.minus_L);
   for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
     const float* S_p = S + p * dims.Kp * kPanel;
     float* r_p = r + p * kC * kPanel;
@@ -201,7 +203,7 @@ inline void advance_state(const Dims& dims, const float* k_rows, const float* fa
 
 // P, and the factor of the solve.
 inline void backward_factors(const Keys& keys, const Head& head, float scale) {
-  lower_factor(head.D, keys.kk, head.scalars->beta, nullptr, head.minus_L);
+  lower_factor<true>(head.D, keys.kk, head.scalars->beta, head.minus_L);
   for (int64_t at = 0; at < kSquare; at += kLanes)
     store(head.P + at, set1(scale) * load(head.D + at) * load(keys.qk + at));
 }
@@ -241,42 +243,6 @@ inline void chunk_d_v(const Dims& dims, const Keys& keys, const Head& head, cons
         store(d_o_decayed + x, set1(scale) * e * load(d_o + x));
       }
       store(head.r_dot + i * kLanes, dot);
-    }
-  }
-}
-
-// d_o, d_v and r with tokens along the row.
-inline void turn_columns(const Dims& dims, const Head& head, const float* r) {
-  for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
-    float* to = head.cols + p * kPanel * 3 * kC;
-    const int64_t at = p * kC * kPanel;
-    transpose(head.d_o + at, kPanel, kC, kPanel, to, 3 * kC);
-    transpose(head.d_v + at, kPanel, kC, kPanel, to + kC, 3 * kC);
-    transpose(r + at, kPanel, kC, kPanel, to + 2 * kC, 3 * kC);
-  }
-}
-
-// One tile of key channels: acc[l] = its rows times a third of cols.
-template <int R>
-[[gnu::always_inline]] inline void state_times_columns(const Dims& dims, const float* S, const float* cols,
-                                                       vf (&acc)[R][kCV]) {
-  tile_zero(acc);
-  for (int64_t p = 0; p < dims.Vp / kPanel; ++p)
-    tile_mac(kPanel, S + p * dims.Kp * kPanel, kPanel, 1, cols + p * kPanel * 3 * kC, 3 * kC, acc);
-}
-
-// The same for all three thirds at once, where a chunk's tokens are one vector: one panel.
-template <int R>
-[[gnu::always_inline]] inline void columns_mac(const float* S, const float* dS, const float* cols, vf (&acc)[R][2],
-                                               vf (&acc_r)[R][1]) {
-  for (int64_t j = 0; j < kPanel; ++j) {
-    vf d_o = load(cols + j * 3 * kC), d_v = load(cols + j * 3 * kC + kC), r = load(cols + j * 3 * kC + 2 * kC);
-#pragma GCC unroll 8
-    for (int l = 0; l < R; ++l) {
-      vf x = set1(S[l * kPanel + j]);
-      acc[l][0] = fma(x, d_o, acc[l][0]);
-      acc[l][1] = fma(x, d_v, acc[l][1]);
-      acc_r[l][0] = fma(set1(dS[l * kPanel + j]), r, acc_r[l][0]);
     }
   }
 }
@@ -366,25 +332,6 @@ inline float carry_back(const Dims& dims, const Keys& keys, const Head& head, co
     }
   }
   return hsum(total);
-}
-
-// to [C C] = x_i . r_j for x in panels.
-template <bool careful>
-inline void delta_products(const Dims& dims, const float* x, const float* cols, float* to) {
-  auto product = [&](auto tile, int64_t row) __attribute__((always_inline)) {
-    vf acc[tile.count][kCV], lost[tile.count][kCV];
-    tile_zero(acc), tile_zero(lost);
-    for (int64_t p = 0; p < dims.Vp / kPanel; ++p) {
-      const float *a = x + (p * kC + row) * kPanel, *b = cols + p * kPanel * 3 * kC + 2 * kC;
-      if constexpr (careful) tile_mac_careful(kPanel, a, kPanel, 1, b, 3 * kC, acc, lost);
-      else tile_mac(kPanel, a, kPanel, 1, b, 3 * kC, acc);
-    }
-    if constexpr (careful) tile_add(lost, acc);
-    tile_store(to + row * kC, kC, acc);
-  };
-  for (int64_t i = 0; i < kC; i += kRows)
-    if constexpr (careful) for_tiles_of_16(i, product);
-    else for_token_tiles(i, product);
 }
 
 // Adds this head's reads and writes; Z_ij = both times their products, strictly lower.

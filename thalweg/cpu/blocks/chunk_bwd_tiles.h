@@ -1,11 +1,11 @@
-// Pieces of cpu_chunk_bwd.cpp: sizes of a chunk, products on its tiles, transposes, triangular solves.
-#ifndef THALWEG_OPS_GATED_DELTA_RULE_CPU_CHUNK_BWD_TILES_H
-#define THALWEG_OPS_GATED_DELTA_RULE_CPU_CHUNK_BWD_TILES_H
+// The chunked backwards of the delta rules: sizes of a chunk, products on its tiles, transposes, triangular solves.
+#ifndef THALWEG_CPU_BLOCKS_CHUNK_BWD_TILES_H
+#define THALWEG_CPU_BLOCKS_CHUNK_BWD_TILES_H
 
 #include "thalweg/cpu/blocks/gemm.h"
 #include "thalweg/cpu/blocks/rows.h"
 
-namespace thalweg::gated_delta_rule {
+namespace thalweg {
 namespace {
 
 constexpr int64_t kC = 16;                     // tokens of a chunk
@@ -153,5 +153,5 @@ constexpr int kSolveVectors = kVectorRegisters == 32 ? 2 : 1;
 [[gnu::always_inline, gnu::nothrow]] inline float sum_lanes(const float* p) { return hsum(load(p)); }
 
 }  // namespace
-}  // namespace thalweg::gated_delta_rule
+}  // namespace thalweg
 #endif
