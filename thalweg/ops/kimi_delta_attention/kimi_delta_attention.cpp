@@ -16,6 +16,14 @@ using Decode = thalweg_kimi_delta_attention_decode_args;
 
 // ---- Kernel tables ----
 
+// The sums for d_A_log and d_dt_bias lie where all tasks find them.
+template <int64_t (*slot_bytes)(const Problem&), int64_t (*shared_bytes)(const Problem&)>
+bool plan_chunk_bwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
+  if (!plan_key_heads<slot_bytes>(p, device, plan, why)) return false;
+  plan->shared_bytes = round_up(shared_bytes(p));
+  return true;
+}
+
 const Kernel<Problem, Fwd> kFwdKernels[] = {
     {"cpu_chunk_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_value_heads<avx512::cpu_chunk_fwd_slot_bytes>,
      avx512::cpu_chunk_fwd},
@@ -24,6 +32,10 @@ const Kernel<Problem, Fwd> kFwdKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_fwd},
 };
 const Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"cpu_chunk_bwd_avx512", THALWEG_CPU, Isa::kAvx512,
+     plan_chunk_bwd<avx512::cpu_chunk_bwd_slot_bytes, avx512::cpu_chunk_bwd_shared_bytes>, avx512::cpu_chunk_bwd},
+    {"cpu_chunk_bwd_avx2", THALWEG_CPU, Isa::kAvx2,
+     plan_chunk_bwd<avx2::cpu_chunk_bwd_slot_bytes, avx2::cpu_chunk_bwd_shared_bytes>, avx2::cpu_chunk_bwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_bwd, cpu_generic_bwd},
 };
 const Kernel<Problem, Decode> kDecodeKernels[] = {

@@ -25,6 +25,7 @@ void cpu_chunk_bwd(const Problem&, const Plan&, const thalweg_kimi_delta_attenti
 void cpu_decode(const Problem&, const Plan&, const thalweg_kimi_delta_attention_decode_args&, const Exec&);
 int64_t cpu_chunk_fwd_slot_bytes(const Problem&);
 int64_t cpu_chunk_bwd_slot_bytes(const Problem&);
+int64_t cpu_chunk_bwd_shared_bytes(const Problem&);  // for all tasks together
 int64_t cpu_decode_slot_bytes(const Problem&);
 }  // namespace avx2
 namespace avx512 {
@@ -33,6 +34,7 @@ void cpu_chunk_bwd(const Problem&, const Plan&, const thalweg_kimi_delta_attenti
 void cpu_decode(const Problem&, const Plan&, const thalweg_kimi_delta_attention_decode_args&, const Exec&);
 int64_t cpu_chunk_fwd_slot_bytes(const Problem&);
 int64_t cpu_chunk_bwd_slot_bytes(const Problem&);
+int64_t cpu_chunk_bwd_shared_bytes(const Problem&);  // for all tasks together
 int64_t cpu_decode_slot_bytes(const Problem&);
 }  // namespace avx512
 
