@@ -1,8 +1,8 @@
 // cpu_generic - lightning indexer, forward, loss and backward, any dtype and strides.
 //
 // Math     u[h] = <q[h], k[s]>    I[s] = sum_h scale w[h] relu(u[h])
-//          fwd   the E largest;  loss   lse = ln sum_e exp(I), sum_e p (ln p - (I - lse))
-//          bwd   dI = d_loss ((sum p) exp(I - lse) - p) + d_scores
+//          fwd   the E largest;  loss   sum_e p (ln p - ln y), y = softmax_e(I)
+//          bwd   dI = d_loss ((sum p) y - p) + d_scores
 //                d_w[h] = scale sum_e dI relu(u)    d_q[h] = sum_e dI scale w[h] H(u) k[s_e]
 //                d_k[s] = sum_{t,h,e} dI scale w[h] H(u) q[h]
 // Shapes   q [B T H K]  k [B S K]  w [B T H]  indices,scores,p [B T E]  loss [B T]
@@ -12,8 +12,8 @@
 // Tile     one row, one key
 // Scratch  a slot: the row's q as [K H], w, u, one key; fwd: a row of S scores; loss, bwd: a row of E entries; bwd:
 //          one key_range() of sums. Shared, bwd: dI [B T E]
-// Numerics float32, float64 where q is; sums in order of channels, heads, entries and rows. ln y is I - lse, so it
-//          never underflows.
+// Numerics float32, float64 where q is; sums in order of channels, heads, entries and rows; those of the
+//          softmax, of p, of the loss and of d_k in float64. ln y comes from the score, so it never underflows.
 // Traps    relu keeps NaN (u < 0 is false). An entry that is not visible is never read through.
 // Measured the vector rows are the fast ones; see their headers
 #include <algorithm>
@@ -127,13 +127,18 @@ List<A> load_list(const Problem& p, const Args& args, const Mask& mask, int64_t 
   return list;
 }
 
-// ln sum exp(I)
+// What the softmax of a row's scores needs: y = exp(I - top) / sum.
 template <class A>
-A log_sum(const List<A>& list) {
-  A top = -std::numeric_limits<A>::infinity(), sum = 0;
-  for (int64_t i = 0; i < list.n; ++i) top = std::max(top, list.scores[i]);
-  for (int64_t i = 0; i < list.n; ++i) sum += std::exp(list.scores[i] - top);
-  return top + std::log(sum);
+struct Softmax {
+  A top;
+  double sum;
+};
+template <class A>
+Softmax<A> softmax_of(const List<A>& list) {
+  Softmax<A> softmax{-std::numeric_limits<A>::infinity(), 0};
+  for (int64_t i = 0; i < list.n; ++i) softmax.top = std::max(softmax.top, list.scores[i]);
+  for (int64_t i = 0; i < list.n; ++i) softmax.sum += double(std::exp(list.scores[i] - softmax.top));
+  return softmax;
 }
 
 template <class A>
@@ -152,11 +157,14 @@ void loss_task(void* arg, int64_t r, int64_t slot) {
       store_at(args.scores, row + list.entries[i] * args.scores.stride[2], list.scores[i]);
   }
   if (!present(args.loss)) return;
-  const A lse = log_sum(list);
-  A loss = 0;
-  for (int64_t i = 0; i < list.n; ++i)
-    if (list.p[i] != 0) loss += list.p[i] * (std::log(list.p[i]) - (list.scores[i] - lse));
-  store_at(args.loss, row_offset(args.loss, r), loss);
+  const Softmax<A> softmax = softmax_of(list);
+  double loss = 0;
+  for (int64_t i = 0; i < list.n; ++i) {
+    if (list.p[i] == 0) continue;
+    const double log_y = double(list.scores[i] - softmax.top) - std::log(softmax.sum);
+    loss += double(list.p[i]) * (std::log(double(list.p[i])) - log_y);
+  }
+  store_at(args.loss, row_offset(args.loss, r), A(loss));
 }
 
 // dI of every entry, kept for the second phase; d_q and d_w.
@@ -173,11 +181,13 @@ void query_task(void* arg, int64_t r, int64_t slot) {
   A* dI = reinterpret_cast<A*>(call.shared) + r * p.E;    // by visible entry
   std::fill_n(d_q, p.H * p.K + p.H, A(0));
   for (int64_t i = 0; i < list.n; ++i) list.scores[i] = score(p, args.k, list.keys[i], query);
-  const A lse = log_sum(list), d_loss = present(args.d_loss) ? load_at<A>(args.d_loss, row_offset(args.d_loss, r)) : 0;
-  A total = 0;
-  for (int64_t i = 0; i < list.n; ++i) total += list.p[i];
+  const Softmax<A> softmax = softmax_of(list);
+  const A d_loss = present(args.d_loss) ? load_at<A>(args.d_loss, row_offset(args.d_loss, r)) : 0;
+  double total = 0;
+  for (int64_t i = 0; i < list.n; ++i) total += double(list.p[i]);
+  const A factor = A(total / softmax.sum);
   for (int64_t i = 0; i < list.n; ++i) {
-    dI[i] = present(args.d_loss) ? d_loss * (total * std::exp(list.scores[i] - lse) - list.p[i]) : 0;
+    dI[i] = present(args.d_loss) ? d_loss * (factor * std::exp(list.scores[i] - softmax.top) - list.p[i]) : 0;
     if (present(args.d_scores))
       dI[i] += load_at<A>(args.d_scores, row_offset(args.d_scores, r) + list.entries[i] * args.d_scores.stride[2]);
     score(p, args.k, list.keys[i], query);
@@ -204,8 +214,8 @@ void key_task(void* arg, int64_t i, int64_t slot) {
   const auto& args = call.args;
   const int64_t first = i * key_range(p), last = std::min(first + key_range(p), p.B * p.S);
   char* behind = call.slot(slot) + query_bytes(p);
-  A* sums = reinterpret_cast<A*>(behind + list_bytes(p));  // [key_range K]
-  std::fill_n(sums, (last - first) * p.K, A(0));
+  double* sums = reinterpret_cast<double*>(behind + list_bytes(p));  // [key_range K]
+  std::fill_n(sums, (last - first) * p.K, 0.0);
   for (int64_t r = 0; r < p.B * p.T; ++r) {
     if (r / p.T * p.S >= last || (r / p.T + 1) * p.S <= first) continue;  // keys of another batch item
     const List<A> list = load_list<A>(p, args, call.mask, r, behind);
@@ -215,12 +225,12 @@ void key_task(void* arg, int64_t i, int64_t slot) {
       if (list.keys[e] < first || list.keys[e] >= last) continue;
       if (!query.q) query = load_query<A>(p, args, r, call.slot(slot));
       score(p, args.k, list.keys[e], query);
-      A* sum = sums + (list.keys[e] - first) * p.K;
+      double* sum = sums + (list.keys[e] - first) * p.K;
       for (int64_t h = 0; h < p.H; ++h) query.u[h] = query.u[h] > 0 ? dI[e] * query.w[h] : A(0);
       for (int64_t c = 0; c < p.K; ++c) {
         A dk = 0;
         for (int64_t h = 0; h < p.H; ++h) dk += query.u[h] * query.q[c * p.H + h];
-        sum[c] += dk;
+        sum[c] += double(dk);
       }
     }
   }
@@ -235,8 +245,8 @@ int64_t generic_fwd_bytes(const Problem& p) {
          round_up(p.E * 4);
 }
 int64_t generic_list_bytes(const Problem& p) {
-  const int64_t sums = std::max(p.H * p.K + p.H, key_range(p) * p.K);
-  return query_bytes(p) + list_bytes(p) + round_up(sums * arithmetic_bytes(p));
+  const int64_t sums = std::max((p.H * p.K + p.H) * arithmetic_bytes(p), key_range(p) * p.K * 8);
+  return query_bytes(p) + list_bytes(p) + round_up(sums);
 }
 int64_t generic_shared_bytes(const Problem& p) { return round_up(p.B * p.T * p.E * arithmetic_bytes(p)); }
 

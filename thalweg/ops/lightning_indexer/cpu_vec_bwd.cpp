@@ -8,11 +8,12 @@
 // Threads  a chunk of rows at a time: first one task per row (scores, dI, d_q, d_w; its entries sorted by range of
 //          keys), then one per range, which adds the chunk's rows to its part of d_k in order
 // Vectors  along the heads for scores, along the channels for z and d_k
-// Tile     scores as in cpu_vec_fwd; 48 entries at a time for z [H x 48 x K] and d_k [48 x H x K], by blocks/gemm.h
-// Scratch  shared: keys and d_k as float32 [B S K]; of a chunk's rows dI, signs (one bit a head and entry), entries
+// Tile     scores as in cpu_vec_fwd; 24 entries at a time for z [H x 24 x K] and d_k [24 x H x K], by blocks/gemm.h
+// Scratch  shared: keys as float32 and d_k as float64 [B S K]; of a chunk's rows dI, signs (one bit a head and entry), entries
 //          by range, and the query: 16 bytes an entry and 32 KiB at 64 x 128. A slot: as cpu_vec_loss, z, a tile
-// Numerics float32. d_k adds up rows in order, whatever the chunk, so its bits depend on no thread count. The signs
-//          of the scores' own products are kept, so that H(u) is the same in all three products.
+// Numerics float32; d_k adds up entries in float64, since a key may stand in many thousand lists, and rows in order
+//          whatever the chunk, so its bits depend on no thread count. The signs of the scores' own products are kept:
+//          H(u) is the same in all three products.
 // Traps    an entry that stands twice in a list is added twice: a tile's sums go to d_k one entry after another. A
 //          visible key that is infinite gives NaN where the reference has 0 * sign: both are lost.
 // Measured see cpu_vec_fwd.cpp
@@ -62,7 +63,7 @@ struct Call {
   const thalweg_lightning_indexer_bwd_args& args;
   Mask mask;
   const float* keys;
-  float* d_k;  // [B S][channels]
+  double* d_k;  // [B S][channels]
   Chunk chunk;
   char* slots;
   int64_t slot_bytes, first, rows;  // of the chunk
@@ -198,9 +199,9 @@ void range_task(void* arg, int64_t g, int64_t slot_index) {
       gemm(count, pitch.channels, p.H, slot.m, pitch.heads, 1,
            chunk.queries + row * pitch.heads * pitch.channels, pitch.channels, slot.tile, pitch.key);
       for (int64_t j = 0; j < count; ++j) {
-        float* d_k = call.d_k + keys[order[i + j]] * pitch.channels;
+        double* d_k = call.d_k + keys[order[i + j]] * pitch.channels;
         const float* sum = slot.tile + j * pitch.key;
-        for (int64_t c = 0; c < pitch.channels; c += kLanes) store(d_k + c, load(d_k + c) + load(sum + c));
+        for (int64_t c = 0; c < pitch.channels; ++c) d_k[c] += double(sum[c]);
       }
     }
   }
@@ -210,16 +211,19 @@ void clear_task(void* arg, int64_t g, int64_t) {
   const Call& call = *static_cast<const Call*>(arg);
   const int64_t channels = Pitches(call.p).channels, n = call.p.B * call.p.S, first = g * key_range(call.p);
   const int64_t last = first + key_range(call.p) < n ? first + key_range(call.p) : n;
-  memset(call.d_k + first * channels, 0, size_t((last - first) * channels) * 4);
+  memset(call.d_k + first * channels, 0, size_t((last - first) * channels) * 8);
 }
 
-void write_task(void* arg, int64_t g, int64_t) {
+void write_task(void* arg, int64_t g, int64_t slot) {
   const Call& call = *static_cast<const Call*>(arg);
   const Problem& p = call.p;
   const thalweg_tensor& out = call.args.d_k;
+  float* row = reinterpret_cast<float*>(call.slots + slot * call.slot_bytes);
   const int64_t channels = Pitches(p).channels, n = p.B * p.S, first = g * key_range(p);
-  for (int64_t key = first; key < n && key < first + key_range(p); ++key)
-    write_row(out.dtype, element_at(out, key / p.S, key % p.S), p.K, call.d_k + key * channels);
+  for (int64_t key = first; key < n && key < first + key_range(p); ++key) {
+    for (int64_t c = 0; c < channels; ++c) row[c] = float(call.d_k[key * channels + c]);
+    write_row(out.dtype, element_at(out, key / p.S, key % p.S), p.K, row);
+  }
 }
 
 }  // namespace
@@ -240,12 +244,12 @@ int64_t cpu_vec_bwd_chunk_bytes(const Problem& p, int64_t rows) {
   return memory.at;
 }
 
-int64_t cpu_vec_sum_bytes(const Problem& p) { return round_up(p.B * p.S * Pitches(p).channels * 4, 64); }
+int64_t cpu_vec_sum_bytes(const Problem& p) { return round_up(p.B * p.S * Pitches(p).channels * 8, 64); }
 
 void cpu_vec_bwd(const Problem& p, const Plan& plan, const thalweg_lightning_indexer_bwd_args& args,
                  const Exec& exec) {
   float* keys = reinterpret_cast<float*>(exec.workspace);
-  float* d_k = reinterpret_cast<float*>(exec.workspace + cpu_vec_key_bytes(p));
+  double* d_k = reinterpret_cast<double*>(exec.workspace + cpu_vec_key_bytes(p));
   Cutter memory{exec.workspace + cpu_vec_key_bytes(p) + cpu_vec_sum_bytes(p)};
   Call call{p, args, mask_of(args), keys, d_k, {}, exec.workspace + plan.shared_bytes, plan.slot_bytes, 0, 0};
   lay_out_chunk(p, plan.values[kRows], &memory, &call.chunk);

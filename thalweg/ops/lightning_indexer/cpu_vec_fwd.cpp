@@ -5,7 +5,7 @@
 // Takes    q, k of f32, bf16, f16; w and scores of any float dtype; rows any stride apart
 // Threads  first one task per 256 keys (to float32 rows), then one per block of query rows
 // Vectors  along the heads of one query; a key's heads are added up across lanes once, at its end
-// Tile     kTileRows keys x 2 vectors of heads over all K; 48 keys a block, which 4 query rows use in turn
+// Tile     kTileRows keys x 2 vectors of heads over all K; 24 keys a block, which 4 query rows use in turn
 // Scratch  shared: the keys as float32. A slot: 4 queries as panels (32 KiB each at 64 x 128, for the L2), their
 //          scores [4 S], the sums of a block, room of the selection
 // Numerics float32; channels in order, heads by vectors, then across lanes: a score's bits depend on its query and

@@ -5,7 +5,7 @@
 // Takes    q, k of f32, bf16, f16; the other float tensors of any float dtype; fewer than 2^31 keys in all
 // Threads  first one task per 256 keys (to float32 rows), then one per query row
 // Vectors  along the heads for products, along the entries for the softmax
-// Tile     kTileRows keys x 2 vectors of heads over all K; 48 entries a block
+// Tile     kTileRows keys x 2 vectors of heads over all K; 24 entries a block
 // Scratch  shared: the keys as float32. A slot: the query as rows and as panels (32 KiB each at 64 x 128), its
 //          entries (32 bytes each)
 // Numerics float32; the terms of the loss and of sum p are added in float64, in order of entries. ln y comes from the

@@ -15,8 +15,8 @@
 namespace thalweg::lightning_indexer {
 namespace {
 
-// Keys of a block: about 24 KiB of keys at K = 128, and whole tiles.
-constexpr int64_t kBlockKeys = 48;
+// Keys of a block, in whole tiles: with a panel of the query they fit the L1 at K = 128, while all panels pass.
+constexpr int64_t kBlockKeys = 24;
 static_assert(kBlockKeys % kTileRows == 0);
 
 // Sizes of scratch, in floats.
@@ -101,14 +101,15 @@ inline void pack_query(const Problem& p, const float* rows, float* panels) {
 // u of kTileRows keys and one panel of NV vectors; then w relu(u) is added to the keys' sums, and the signs of u go
 // to signs, which is null where nobody asks.
 template <int NV>
-[[gnu::always_inline]] inline void score_tile(int64_t K, const float* const* keys, const float* panel, const float* w,
+[[gnu::always_inline]] inline void score_tile(int64_t channels, const float* const* keys, const float* panel, const float* w,
                                               bool first, float* sums, uint8_t* signs, int64_t signs_row) {
   vf acc[kTileRows][NV];
   tile_zero(acc);
-  for (int64_t c = 0; c < K; ++c) {
+#pragma GCC unroll 2
+  for (int64_t c = 0; c < channels; ++c) {
     vf y[NV];
 #pragma GCC unroll 2
-    for (int v = 0; v < NV; ++v) y[v] = load(panel + c * NV * kLanes + v * kLanes);
+    for (int v = 0; v < NV; ++v) y[v] = load(panel + (c * NV + v) * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kTileRows; ++i) {
       const vf x = set1(keys[i][c]);
@@ -143,9 +144,9 @@ inline void score_block(const Problem& p, int64_t count, const float** keys, con
       uint8_t* tile_signs = signs ? signs + i * signs_row + h / 8 : nullptr;
       const float* panel = panels + h * pitch.channels;
       if (pitch.heads - h >= kPanel)
-        score_tile<2>(p.K, keys + i, panel, w + h, h == 0, sums + i * kLanes, tile_signs, signs_row);
+        score_tile<2>(pitch.channels, keys + i, panel, w + h, h == 0, sums + i * kLanes, tile_signs, signs_row);
       else
-        score_tile<1>(p.K, keys + i, panel, w + h, h == 0, sums + i * kLanes, tile_signs, signs_row);
+        score_tile<1>(pitch.channels, keys + i, panel, w + h, h == 0, sums + i * kLanes, tile_signs, signs_row);
     }
   for (int64_t i = 0; i < count; ++i) scores[i] = pitch.heads ? hsum(load(sums + i * kLanes)) : 0.f;
 }
