@@ -79,8 +79,9 @@ std::string random_case(Random& random, const thalweg_pass& pass) {
   }
   std::vector<std::string> names = tt::size_names(pass);
   if (std::find(names.begin(), names.end(), "HV") != names.end()) {
-    size_t at = text.find(",H");
-    text += ",HV" + std::to_string(std::atoll(text.c_str() + at + 2) * pick(random, {1, 1, 2, 3}));
+    size_t at = text.find(",H");  // npos: a pass without key heads
+    int64_t H = at == std::string::npos ? 1 : std::atoll(text.c_str() + at + 2);
+    text += ",HV" + std::to_string(H * pick(random, {1, 1, 2, 3}));
   }
   if (!lengths.empty()) text += ",varlen=" + lengths;
   for (int64_t i = 0; i < pass.num_fields; ++i) {
@@ -91,7 +92,8 @@ std::string random_case(Random& random, const thalweg_pass& pass) {
     if (field.kind == THALWEG_FLAG && chance(random, 0.25)) text += "," + std::string(name);
     if (field.kind == THALWEG_CHOICE) text += "," + std::string(name) + "=" + std::to_string(random.below(int64_t(tt::words(field.choices).size())));
     if (field.kind == THALWEG_COUNT && chance(random, 0.3)) text += "," + std::string(name) + "=" + std::to_string(1 + random.below(130));
-    if (field.kind == THALWEG_REAL && chance(random, 0.3)) text += "," + std::string(name) + "=" + (name == "eps" ? "1e-5" : "0.25");
+    if (field.kind == THALWEG_REAL && chance(random, 0.3))
+      text += "," + std::string(name) + "=" + (name == "eps" ? "1e-5" : name == "lower_bound" ? "-5" : "0.25");
     if (field.kind != THALWEG_TENSOR) continue;
     bool gradient = name.starts_with("d_");
     if (field.optional && !chance(random, integer ? 0.3 : gradient ? 0.6 : 0.7)) continue;

@@ -9,6 +9,9 @@
 // vector; others a slower way, in which a and its product with a tiny softplus or slope are two factors, so that
 // what is finite as a whole stays finite: A_log = 90 is beyond float32.
 //
+// A vector's instructions are one chain of 75 cycles. Kernels that memory bounds take N vectors at once, step by
+// step, so that N chains overlap: the functions on arrays, in place of x.
+//
 // Relative error of g where |g| is 1e-30 or more: 6e-7 + 1.3e-8 |x| below 0 in the softplus form (x itself above
 // 17, where float32 cannot tell), 6e-7 + 6e-8 |a x| in the lower-bound form. Smaller results fade to 0. Where the
 // gate saturates, g is at its limit and the slopes are 0. NaN stays NaN.
@@ -28,8 +31,8 @@ struct ChannelGate {
   float lower_bound;  // 0: the softplus form
   float rate;         // a; of an unusual head exp(A_log / 2), the root of a
   float scale;        // of x before `exponent`: 1, or of an unusual head the root of a power of two
-  float exponent;     // log2(e) a / scale^2; log2(e) in the softplus form
-  float lowest;       // -|x scale^2| below this is taken as this: t is 0
+  float exponent;     // log2(e) a / scale^2
+  float highest;      // |x scale^2| above this is taken as this: t is 0
   bool usual;
 };
 
@@ -42,7 +45,7 @@ struct GateSlopes {
 
 inline ChannelGate channel_gate(bool has_A_log, float A_log, float lower_bound) {
   if (!has_A_log) A_log = 0.f;
-  ChannelGate gate{A_log, lower_bound, 1.f, 1.f, kLog2E, -88.f, !(A_log > kUsualA_log || A_log < -kUsualA_log)};
+  ChannelGate gate{A_log, lower_bound, 1.f, 1.f, kLog2E, 88.f, !(A_log > kUsualA_log || A_log < -kUsualA_log)};
   if (gate.usual) {
     gate.rate = float(__builtin_exp(double(A_log)));
     if (lower_bound == 0.f) return gate;
@@ -52,61 +55,93 @@ inline ChannelGate channel_gate(bool has_A_log, float A_log, float lower_bound) 
     const double bounded = A_log > 176.f ? 176. : A_log < -176.f ? -176. : double(A_log);
     gate.rate = float(__builtin_exp(0.5 * bounded));
     if (lower_bound == 0.f) return gate;
-    const double exponent = bounded * 1.44269504088896341;
-    const double half = __builtin_floor(0.5 * exponent);
+    const double exponent = bounded * 1.44269504088896341, half = __builtin_floor(0.5 * exponent);
     gate.scale = float(__builtin_exp2(half));
     gate.exponent = float(__builtin_exp2(exponent - 2. * half) * 1.44269504088896341);
   }
-  gate.lowest = -127.f / gate.exponent;
+  gate.highest = 127.f / gate.exponent;
   return gate;
 }
 
-// -|x|
-[[gnu::always_inline]] inline vf minus_abs(vf x) { return min(x, zero() - x); }
+// ---- steps on N vectors -----------------------------------------------------------------------------
 
-// 2^(x exponent) for x exponent in [-127, 0]; 0 below -126.5.
-[[gnu::always_inline]] inline vf power(vf x, vf exponent) {
-  typedef int32_t Whole __attribute__((vector_size(sizeof(vf))));
+typedef int32_t Whole __attribute__((vector_size(sizeof(vf))));
+
+// On Zen 3, max, min and comparisons of floats go where multiplications go; these do not.
+[[gnu::always_inline]] inline vf absolute(vf x) { return vf(Whole(x) & 0x7fffffff); }
+// max(0, x), where NaN need not stay.
+[[gnu::always_inline]] inline vf positive_part(vf x) { return vf(Whole(x) > 0 ? Whole(x) : Whole{}); }
+// y where x has a minus sign, else z.
+[[gnu::always_inline]] inline vf where_negative(vf x, vf y, vf z) { return Whole(x) < 0 ? y : z; }
+
+template <int64_t N, class Step>
+[[gnu::always_inline]] inline void each(Step step) {
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < N; ++i) step(i);
+}
+
+// t = 2^(-u exponent) for u exponent in [0, 127]; 0 above 126.5.
+template <int64_t N>
+[[gnu::always_inline]] inline void power(const vf (&u)[N], float exponent, vf (&t)[N]) {
   const vf magic = set1(12582912.f + 127.f);  // 1.5 * 2^23: rounds to whole; 127 is the bias of float32
-  const vf shifted = fma(x, exponent, magic);
-  const vf p = power_of_fraction(fma(x, exponent, magic - shifted));
-  return p * vf(Whole(shifted) << 23);  // a product, since adding to the exponent would lose NaN
+  vf shifted[N], f[N];
+  each<N>([&](int64_t i) { shifted[i] = fma(u[i], set1(-exponent), magic); });
+  each<N>([&](int64_t i) { f[i] = fma(u[i], set1(-exponent), magic - shifted[i]); });
+  // As power_of_fraction() of sigmoid.h.
+  each<N>([&](int64_t i) { t[i] = fma(f[i], set1(1.326472149e-3f), set1(9.671512991e-3f)); });
+  each<N>([&](int64_t i) { t[i] = fma(t[i], f[i], set1(5.550733581e-2f)); });
+  each<N>([&](int64_t i) { t[i] = fma(t[i], f[i], set1(2.402224243e-1f)); });
+  each<N>([&](int64_t i) { t[i] = fma(t[i], f[i], set1(6.931470037e-1f)); });
+  each<N>([&](int64_t i) { t[i] = fma(t[i], f[i], set1(1.f)); });
+  // A product, since adding to the exponent would lose NaN.
+  each<N>([&](int64_t i) { t[i] = t[i] * vf(Whole(shifted[i]) << 23); });
 }
 
 // log(1 + t) / t for t in [0, 1], to 2e-7.
-[[gnu::always_inline]] inline vf log1p_ratio(vf t) {
-  const vf z = t * t;
-  vf even = set1(4.40897769e-2f), odd = set1(-8.53924969e-3f);
-  even = fma(even, z, set1(1.774525483e-1f)), odd = fma(odd, z, set1(-1.076819123e-1f));
-  even = fma(even, z, set1(3.327548051e-1f)), odd = fma(odd, z, set1(-2.449546738e-1f));
-  even = fma(even, z, set1(9.999998057e-1f)), odd = fma(odd, z, set1(-4.999740544e-1f));
-  return fma(odd, t, even);
+template <int64_t N>
+[[gnu::always_inline]] inline void log1p_ratio(const vf (&t)[N], vf (&p)[N]) {
+  each<N>([&](int64_t i) { p[i] = fma(t[i], set1(-8.53924969e-3f), set1(4.40897769e-2f)); });
+  each<N>([&](int64_t i) { p[i] = fma(p[i], t[i], set1(-1.076819123e-1f)); });
+  each<N>([&](int64_t i) { p[i] = fma(p[i], t[i], set1(1.774525483e-1f)); });
+  each<N>([&](int64_t i) { p[i] = fma(p[i], t[i], set1(-2.449546738e-1f)); });
+  each<N>([&](int64_t i) { p[i] = fma(p[i], t[i], set1(3.327548051e-1f)); });
+  each<N>([&](int64_t i) { p[i] = fma(p[i], t[i], set1(-4.999740544e-1f)); });
+  each<N>([&](int64_t i) { p[i] = fma(p[i], t[i], set1(9.999998057e-1f)); });
 }
 
-// 1 / d to 1 ulp for d in [1, 2].
-[[gnu::always_inline]] inline vf reciprocal(vf d) {
+// 1 / (1 + t) to 1 ulp for t in [0, 1].
+template <int64_t N>
+[[gnu::always_inline]] inline void reciprocal(const vf (&t)[N], vf (&r)[N]) {
+  const vf one = set1(1.f);
+  vf d[N];
+  each<N>([&](int64_t i) { d[i] = t[i] + one; });
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-  const vf r = _mm512_maskz_rcp14_ps(__mmask16(-1), d);
-  return fma(r, fnma(d, r, set1(1.f)), r);
+  each<N>([&](int64_t i) { r[i] = _mm512_maskz_rcp14_ps(__mmask16(-1), d[i]); });
+  each<N>([&](int64_t i) { r[i] = fma(r[i], fnma(d[i], r[i], one), r[i]); });
 #elif defined(__AVX2__) && defined(__FMA__)
-  const vf r = _mm256_rcp_ps(d);
-  return fma(r, fnma(d, r, set1(1.f)), r);
+  each<N>([&](int64_t i) { r[i] = _mm256_rcp_ps(d[i]); });
+  each<N>([&](int64_t i) { r[i] = fma(r[i], fnma(d[i], r[i], one), r[i]); });
 #else
-  return set1(1.f) / d;
+  each<N>([&](int64_t i) { r[i] = one / d[i]; });
 #endif
 }
 
 // ---- the softplus form ------------------------------------------------------------------------------
 
-[[gnu::always_inline]] inline vf usual_softplus_gate(const ChannelGate& gate, vf x) {
-  const vf t = power(max(set1(-88.f), minus_abs(x)), set1(kLog2E));
-  return set1(-gate.rate) * fma(t, log1p_ratio(t), max(zero(), x));
-}
-[[gnu::always_inline]] inline vf usual_softplus_slope(const ChannelGate& gate, vf x, vf* g) {
-  const vf t = power(max(set1(-88.f), minus_abs(x)), set1(kLog2E)), rate = set1(-gate.rate);
-  *g = rate * fma(t, log1p_ratio(t), max(zero(), x));
-  const vf r = reciprocal(t + set1(1.f));
-  return rate * where_greater(zero(), x, t * r, r);
+// g in place of x, and dg/dx where it is wanted (`slope` may be null).
+template <int64_t N, bool kSlope>
+[[gnu::always_inline]] inline void usual_softplus(const ChannelGate& gate, vf (&x)[N], vf* slope) {
+  const vf rate = set1(-gate.rate);
+  vf t[N], p[N];
+  each<N>([&](int64_t i) { p[i] = min(set1(88.f), absolute(x[i])); });
+  power(p, kLog2E, t);
+  if constexpr (kSlope) {
+    vf r[N];
+    reciprocal(t, r);
+    each<N>([&](int64_t i) { slope[i] = rate * where_negative(x[i], t[i] * r[i], r[i]); });
+  }
+  log1p_ratio(t, p);
+  each<N>([&](int64_t i) { x[i] = rate * fma(t[i], p[i], positive_part(x[i])); });
 }
 
 // a t is e^(A_log + x): its square root is `half`, and what rounding the sum lost is `lost`.
@@ -114,46 +149,74 @@ inline GateSlopes unusual_softplus(const ChannelGate& gate, vf x) {
   const vf A_log = min(set1(1e4f), max(set1(-1e4f), set1(gate.A_log))), one = set1(1.f);
   const vf low = max(set1(-2e4f), min(zero(), x)), sum = A_log + low, part = sum - A_log;
   const vf lost = one + ((A_log - (sum - part)) + (low - part));
-  const vf half = exp(set1(0.5f) * min(set1(176.f), sum)), t = exp(minus_abs(x)), ratio = log1p_ratio(t);
-  const vf softplus = lost * where_greater(zero(), x, ratio, fma(t, ratio, max(zero(), x)));
-  const vf rate = zero() - half;
-  return {rate * softplus * half, rate * lost * reciprocal(t + one), half, rate * softplus, half};
+  const vf half = exp(set1(0.5f) * min(set1(176.f), sum));
+  vf t[1] = {exp(zero() - absolute(x))}, p[1], r[1];
+  log1p_ratio(t, p);
+  reciprocal(t, r);
+  const vf softplus = lost * where_greater(zero(), x, p[0], fma(t[0], p[0], max(zero(), x)));
+  const vf rate = zero() - half, A_slope = max(set1(-3.402823466e38f), rate * softplus);
+  return {rate * softplus * half, rate * lost * r[0], half, A_slope, half};
 }
 
 // ---- the lower-bound form ---------------------------------------------------------------------------
 
-[[gnu::always_inline]] inline vf scaled(const ChannelGate& gate, vf x) {  // -|x scale^2|
-  const vf s = set1(gate.scale);
-  return max(set1(gate.lowest), minus_abs(x) * s * s);
-}
-[[gnu::always_inline]] inline vf lower_bound_gate(const ChannelGate& gate, vf x) {
-  const vf t = power(scaled(gate, x), set1(gate.exponent)), r = reciprocal(t + set1(1.f));
-  return set1(gate.lower_bound) * where_greater(zero(), x, t * r, r);
-}
-[[gnu::always_inline]] inline GateSlopes lower_bound_slopes(const ChannelGate& gate, vf x) {
-  const vf u = scaled(gate, x), t = power(u, set1(gate.exponent)), r = reciprocal(t + set1(1.f));
-  const vf bound = set1(gate.lower_bound), slope = bound * (t * r * r);
-  const vf size = u * set1(gate.exponent * 0.693147180559945309f);  // -|a x|
-  const vf rate = set1(gate.rate);
-  return {bound * where_greater(zero(), x, t * r, r), slope * rate, gate.usual ? set1(1.f) : rate,
-          slope * where_greater(zero(), x, size, zero() - size), set1(1.f)};
+// |x scale^2|
+template <bool kUsual>
+[[gnu::always_inline]] inline vf scaled(const ChannelGate& gate, vf x) {
+  const vf u = absolute(x), s = set1(gate.scale);
+  return min(set1(gate.highest), kUsual ? u : u * s * s);
 }
 
-// ---- either -----------------------------------------------------------------------------------------
+// g in place of x.
+template <int64_t N, bool kUsual>
+[[gnu::always_inline]] inline void lower_bound_gate(const ChannelGate& gate, vf (&x)[N]) {
+  vf u[N], t[N], r[N];
+  each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
+  power(u, gate.exponent, t);
+  reciprocal(t, r);
+  each<N>([&](int64_t i) { r[i] = r[i] * set1(gate.lower_bound); });
+  each<N>([&](int64_t i) { x[i] = where_negative(x[i], t[i] * r[i], r[i]); });
+}
+
+template <int64_t N, bool kUsual>
+[[gnu::always_inline]] inline void lower_bound_slopes(const ChannelGate& gate, const vf (&x)[N], GateSlopes (&s)[N]) {
+  const vf bound = set1(gate.lower_bound), rate = set1(gate.rate), one = set1(1.f);
+  const vf a = set1(gate.exponent * 0.693147180559945309f);  // u a = |exp(A_log) x|
+  vf u[N], t[N], r[N];
+  each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
+  power(u, gate.exponent, t);
+  reciprocal(t, r);
+  each<N>([&](int64_t i) {
+    const vf bounded = r[i] * bound, falling = t[i] * bounded, slope = falling * r[i], size = u[i] * a;
+    s[i].g = where_negative(x[i], falling, bounded);
+    s[i].x = slope * rate, s[i].x_factor = kUsual ? one : rate;
+    s[i].A_log = slope * where_negative(x[i], zero() - size, size), s[i].A_log_factor = one;
+  });
+}
+
+// ---- either, one vector -----------------------------------------------------------------------------
 
 // Every slope of g. x = raw + dt_bias.
 [[gnu::always_inline]] inline GateSlopes gate_slopes(const ChannelGate& gate, vf x) {
-  if (gate.lower_bound != 0.f) return lower_bound_slopes(gate, x);
+  vf g[1] = {x}, slope[1];
+  GateSlopes s[1];
+  if (gate.lower_bound != 0.f) {
+    lower_bound_slopes<1, false>(gate, g, s);
+    if (gate.usual) s[0].x_factor = set1(1.f);
+    return s[0];
+  }
   if (!gate.usual) return unusual_softplus(gate, x);
-  vf g;
-  const vf slope = usual_softplus_slope(gate, x, &g), one = set1(1.f);
-  return {g, slope, one, g, one};
+  usual_softplus<1, true>(gate, g, slope);
+  return {g[0], slope[0], set1(1.f), g[0], set1(1.f)};
 }
 
 // g of x = raw + dt_bias.
 [[gnu::always_inline]] inline vf gate_of(const ChannelGate& gate, vf x) {
-  if (gate.lower_bound != 0.f) return lower_bound_gate(gate, x);
-  return gate.usual ? usual_softplus_gate(gate, x) : unusual_softplus(gate, x).g;
+  vf g[1] = {x};
+  if (gate.lower_bound != 0.f) lower_bound_gate<1, false>(gate, g);
+  else if (gate.usual) usual_softplus<1, false>(gate, g, nullptr);
+  else g[0] = unusual_softplus(gate, x).g;
+  return g[0];
 }
 
 // dg/dx, and g. A slope beyond float32 counts as the largest float, so that 0 times it is 0.
