@@ -80,13 +80,13 @@ template <int64_t N, class Step>
   for (int64_t i = 0; i < N; ++i) step(i);
 }
 
-// t = 2^(-u exponent) for u exponent in [0, 127]; 0 above 126.5.
+// t = 2^(x exponent) for x exponent in [-127, 128.5]; 0 below -126.5.
 template <int64_t N>
-[[gnu::always_inline]] inline void power(const vf (&u)[N], float exponent, vf (&t)[N]) {
+[[gnu::always_inline]] inline void power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
   const vf magic = set1(12582912.f + 127.f);  // 1.5 * 2^23: rounds to whole; 127 is the bias of float32
   vf shifted[N], f[N];
-  each<N>([&](int64_t i) { shifted[i] = fma(u[i], set1(-exponent), magic); });
-  each<N>([&](int64_t i) { f[i] = fma(u[i], set1(-exponent), magic - shifted[i]); });
+  each<N>([&](int64_t i) { shifted[i] = fma(x[i], exponent, magic); });
+  each<N>([&](int64_t i) { f[i] = fma(x[i], exponent, magic - shifted[i]); });
   // As power_of_fraction() of sigmoid.h.
   each<N>([&](int64_t i) { t[i] = fma(f[i], set1(1.326472149e-3f), set1(9.671512991e-3f)); });
   each<N>([&](int64_t i) { t[i] = fma(t[i], f[i], set1(5.550733581e-2f)); });
@@ -95,6 +95,12 @@ template <int64_t N>
   each<N>([&](int64_t i) { t[i] = fma(t[i], f[i], set1(1.f)); });
   // A product, since adding to the exponent would lose NaN.
   each<N>([&](int64_t i) { t[i] = t[i] * vf(Whole(shifted[i]) << 23); });
+}
+[[gnu::always_inline]] inline vf power(vf x, vf exponent) {
+  const vf one[1] = {x};
+  vf t[1];
+  power(one, exponent, t);
+  return t[0];
 }
 
 // log(1 + t) / t for t in [0, 1], to 2e-7.
@@ -134,7 +140,7 @@ template <int64_t N, bool kSlope>
   const vf rate = set1(-gate.rate);
   vf t[N], p[N];
   each<N>([&](int64_t i) { p[i] = min(set1(88.f), absolute(x[i])); });
-  power(p, kLog2E, t);
+  power(p, set1(-kLog2E), t);
   if constexpr (kSlope) {
     vf r[N];
     reciprocal(t, r);
@@ -172,7 +178,7 @@ template <int64_t N, bool kUsual>
 [[gnu::always_inline]] inline void lower_bound_gate(const ChannelGate& gate, vf (&x)[N]) {
   vf u[N], t[N], r[N];
   each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
-  power(u, gate.exponent, t);
+  power(u, set1(-gate.exponent), t);
   reciprocal(t, r);
   each<N>([&](int64_t i) { r[i] = r[i] * set1(gate.lower_bound); });
   each<N>([&](int64_t i) { x[i] = where_negative(x[i], t[i] * r[i], r[i]); });
@@ -184,7 +190,7 @@ template <int64_t N, bool kUsual>
   const vf a = set1(gate.exponent * 0.693147180559945309f);  // u a = |exp(A_log) x|
   vf u[N], t[N], r[N];
   each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
-  power(u, gate.exponent, t);
+  power(u, set1(-gate.exponent), t);
   reciprocal(t, r);
   each<N>([&](int64_t i) {
     const vf bounded = r[i] * bound, falling = t[i] * bounded, slope = falling * r[i], size = u[i] * a;
