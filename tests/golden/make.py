@@ -7,9 +7,9 @@
 A statement of the published recurrences of its own, in NumPy: forwards from the papers' formulas, and
 every gradient by complex step through them (f'(x) = Im f(x + ih) / h, h = 1e-30: exact to rounding, no
 formula for a backward is used). It shares nothing with the C++ oracles, which tests/golden_test.cpp
-holds against these files. Gated delta rule: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), with
-the fused steps as flash-linear-attention 0.5.2 defines them; short convolution and gated RMS norm as
-its modules of those names.
+holds against these files. Gated delta rule: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), and
+Kimi delta attention: Kimi Team, "Kimi Linear" (2025), with the fused steps as flash-linear-attention 0.5.2
+defines them; short convolution and gated RMS norm as its modules of those names.
 
 The text has one line a record: "generator <versions>", "case <case string>", then
 "in|out <tensor> <offset in doubles> <shape ...>" of that case.
@@ -40,10 +40,10 @@ def l2norm(x):
 
 
 def delta_rule_steps(q, k, v, g, beta, state, scale):
-    """One sequence, one head: q, k [T K], v [T V], g, beta [T], state [K V]."""
+    """One sequence, one head: q, k [T K], v [T V], g [T] or [T K], beta [T], state [K V]."""
     outs, states = [], []
     for t in range(q.shape[0]):
-        state = np.exp(g[t]) * state
+        state = np.exp(g[t]).reshape(-1, 1) * state
         # S (I - beta k k^T) + beta k v^T, as the paper writes the update.
         K = k.shape[1]
         state = (np.eye(K) - beta[t] * np.outer(k[t], k[t])) @ state + beta[t] * np.outer(k[t], v[t])
@@ -53,16 +53,33 @@ def delta_rule_steps(q, k, v, g, beta, state, scale):
     return (np.stack(outs) if outs else empty), states, state
 
 
-def gated_delta_rule(x, opt, lengths, state_of):
+def head_gate(x, opt, B, T, HV):
+    """The decay of a head, [B T HV]."""
+    g = x.get("g", np.zeros((B, T, HV)))
+    if opt.get("use_gate"):
+        g = -np.exp(x["A_log"]) * softplus(g + x.get("dt_bias", np.zeros(HV)))
+    return g
+
+
+def channel_gate(x, opt, B, T, HV):
+    """The decay of a key channel, [B T HV K]."""
+    K = x["q"].shape[3]
+    g = x.get("g", np.zeros((B, T, HV, K)))
+    if opt.get("use_gate"):
+        rate = np.exp(x.get("A_log", np.zeros(HV)))[:, None]
+        g = g + x.get("dt_bias", np.zeros((HV, K)))
+        g = opt["lower_bound"] * sigmoid(rate * g) if opt.get("lower_bound") else -rate * softplus(g)
+    return g
+
+
+def delta_rule(x, opt, lengths, state_of, gate):
     """x: inputs by name, [B T ...]. Returns o [B T HV V] and the states [N HV] as lists of steps."""
     q, k, v = x["q"], x["k"], x["v"]
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     if opt.get("use_qk_l2norm"):
         q, k = l2norm(q), l2norm(k)
-    g = x.get("g", np.zeros((B, T, HV)))
-    if opt.get("use_gate"):
-        g = -np.exp(x["A_log"]) * softplus(g + x.get("dt_bias", np.zeros(HV)))
+    g = gate(x, opt, B, T, HV)
     beta = x.get("beta", np.ones((B, T, HV)))
     if opt.get("use_beta_sigmoid"):
         beta = (2 if opt.get("allow_neg_eigval") else 1) * sigmoid(beta)
@@ -95,11 +112,19 @@ def gated_delta_rule(x, opt, lengths, state_of):
     return o, V_all, steps
 
 
-def gdn_fwd(x, opt, lengths):
+def delta_rule_fwd(x, opt, lengths, gate):
     zero = np.zeros((x["q"].shape[3], x["v"].shape[3]))
     initial = x.get("initial_state")
-    o, final, _ = gated_delta_rule(x, opt, lengths, lambda n, hv: zero if initial is None else initial[n, hv])
+    o, final, _ = delta_rule(x, opt, lengths, lambda n, hv: zero if initial is None else initial[n, hv], gate)
     return {"o": o, "final_state": final}
+
+
+def gdn_fwd(x, opt, lengths):
+    return delta_rule_fwd(x, opt, lengths, head_gate)
+
+
+def kda_fwd(x, opt, lengths):
+    return delta_rule_fwd(x, opt, lengths, channel_gate)
 
 
 def conv_window(x, weight, bias, state, silu):
@@ -203,12 +228,13 @@ def both(writer, op, forward, sizes, ins, opt, lengths, required, outputs, free_
                 {**ins, **d_ins}, grads)
 
 
-def gdn_inputs(B, T, H, HV, K, V, names, N):
-    shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "g": (B, T, HV), "beta": (B, T, HV), "A_log": (HV,),
-              "dt_bias": (HV,), "initial_state": (N, HV, K, V)}
+def delta_rule_inputs(B, T, H, HV, K, V, names, N, channels=(), raw=None):
+    """channels: (K,) with a decay per key channel. raw: g is what the fused gate takes; by default, with A_log."""
+    shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "g": (B, T, HV, *channels), "beta": (B, T, HV), "A_log": (HV,),
+              "dt_bias": (HV, *channels), "initial_state": (N, HV, K, V)}
     ins = {name: rng.normal(size=shapes[name]) for name in ["q", "k", "v", *names]}
     ins["k"] /= np.sqrt((ins["k"] ** 2).sum(-1, keepdims=True))
-    if "A_log" not in ins and "g" in ins:
+    if not ("A_log" in ins if raw is None else raw) and "g" in ins:
         ins["g"] = -np.abs(ins["g"])
     return ins
 
@@ -225,17 +251,37 @@ def gdn(writer):
         (dict(B=1, T=70, H=1, HV=1, K=3, V=2), ["g", "beta"], {}, None, ["o", "final_state"]),
     ]
     for sizes, names, opt, lengths, outputs in sets:
-        ins = gdn_inputs(*[sizes[s] for s in ("B", "T", "H", "HV", "K", "V")], names, len(lengths) if lengths else sizes["B"])
+        ins = delta_rule_inputs(*[sizes[s] for s in ("B", "T", "H", "HV", "K", "V")], names, len(lengths) if lengths else sizes["B"])
         both(writer, "gated_delta_rule", gdn_fwd, sizes, ins, opt, lengths, required, outputs)
-    gdn_decode(writer)
+    decode(writer, "gated_delta_rule", head_gate, ())
 
 
-def gdn_decode(writer):
+def kda(writer):
+    required = {"q", "k", "v", "o"}
+    fused = {"use_qk_l2norm": 1, "use_gate": 1, "use_beta_sigmoid": 1}
+    sets = [
+        (dict(B=2, T=9, H=1, HV=2, K=4, V=3), ["g", "beta", "initial_state"], {}, None, ["o", "final_state"]),
+        (dict(B=1, T=6, H=2, HV=2, K=3, V=5), ["beta"], {"scale": 0.7}, None, ["o"]),
+        (dict(B=1, T=7, H=1, HV=2, K=4, V=3), ["g", "beta", "A_log", "dt_bias", "initial_state"], fused, None, ["o", "final_state"]),
+        (dict(B=1, T=7, H=1, HV=2, K=4, V=3), ["g", "beta", "A_log", "dt_bias", "initial_state"], {**fused, "lower_bound": -5}, None,
+         ["o", "final_state"]),
+        (dict(B=1, T=7, H=1, HV=2, K=3, V=2), ["g", "beta"], {"use_gate": 1, "lower_bound": -0.5}, None, ["o", "final_state"]),
+        (dict(B=1, T=10, H=1, HV=2, K=3, V=4), ["g", "beta", "initial_state"], {}, [3, 0, 1, 6], ["o", "final_state"]),
+        (dict(B=1, T=70, H=1, HV=1, K=3, V=2), ["g", "beta"], {}, None, ["o", "final_state"]),
+    ]
+    for sizes, names, opt, lengths, outputs in sets:
+        ins = delta_rule_inputs(*[sizes[s] for s in ("B", "T", "H", "HV", "K", "V")], names, len(lengths) if lengths else sizes["B"],
+                                (sizes["K"],), "use_gate" in opt)
+        both(writer, "kimi_delta_attention", kda_fwd, sizes, ins, opt, lengths, required, outputs)
+    decode(writer, "kimi_delta_attention", channel_gate, (4,))
+
+
+def decode(writer, op, gate, channels):
     N, T, H, HV, K, V, M = 2, 3, 1, 2, 4, 3, 7
-    ins = gdn_inputs(N, T, H, HV, K, V, ["g", "beta"], N)
+    ins = delta_rule_inputs(N, T, H, HV, K, V, ["g", "beta"], N, channels)
     state = rng.normal(size=(M, HV, K, V))
     read, write = np.array([4, 0]), np.array([[1, -1, 4], [2, 3, 6]])
-    o, _, steps = gated_delta_rule(ins, {}, None, lambda n, hv: state[read[n], hv])
+    o, _, steps = delta_rule(ins, {}, None, lambda n, hv: state[read[n], hv], gate)
     after = state.copy()
     for n in range(N):
         for t in range(T):
@@ -243,7 +289,7 @@ def gdn_decode(writer):
                 after[write[n, t]] = np.stack([steps[n][hv][t] for hv in range(HV)])
     ins.update(state=state, read_slots=read, write_slots=write)
     sizes = dict(N=N, T=T, H=H, HV=HV, K=K, V=V, M=M)
-    writer.case(tokens("gated_delta_rule.decode", sizes, ins, {}, {}, None, {"q", "k", "v", "state"}), ins, {"o": o, "state": after})
+    writer.case(tokens(f"{op}.decode", sizes, ins, {}, {}, None, {"q", "k", "v", "state"}), ins, {"o": o, "state": after})
 
 
 def conv(writer):
@@ -287,5 +333,6 @@ if __name__ == "__main__":
     gdn(out)
     conv(out)
     norm(out)
+    kda(out)
     out.write("numpy")
     print(f"{out.at} numbers, {sum(line.startswith('case') for line in out.lines)} cases")

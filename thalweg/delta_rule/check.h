@@ -20,17 +20,23 @@ constexpr int64_t kMaxHeadDim = 512;
 
 // ---- Checks ----
 
-// A gate or beta of the other operator's rank fails in bind(); here it gets its reason.
+// What bind() would refuse for its rank, with the reason.
+inline void refuse_rank(const thalweg_pass& pass, const char* name, const thalweg_tensor& t, int rank, const char* dims,
+                        const char* reason) {
+  if (!present(t) || t.rank != rank) return;
+  std::string shape;
+  for (int axis = 0; axis < rank; ++axis) shape += (axis ? ", " : "") + std::to_string(t.shape[axis]);
+  fail_field(pass, name, "shape, got [%s], expected [%s] (%s)", shape.c_str(), dims, reason);
+}
 template <const thalweg_pass& pass, class Args>
 void refuse_ranks(const Args& a) {
-  if (kPerChannel<Args> && present(a.g) && a.g.rank == 3)
-    fail_field(pass, "g",
-               "rank, got 3, expected 4 (a decay per head belongs to gated_delta_rule, or is broadcast "
-               "by a zero stride)");
-  if (!kPerChannel<Args> && present(a.g) && a.g.rank == 4)
-    fail_field(pass, "g", "rank, got 4, expected 3 (a decay per key or value channel (gk, gv) is refused)");
-  if (present(a.beta) && a.beta.rank == 4)
-    fail_field(pass, "beta", "rank, got 4, expected 3 (a write strength per channel is refused)");
+  constexpr TokenDims dims = token_dims<Args>();
+  if (kPerChannel<Args>)
+    refuse_rank(pass, "g", a.g, 3, dims.g,
+                "a decay per head belongs to gated_delta_rule, or is broadcast by a zero stride");
+  else
+    refuse_rank(pass, "g", a.g, 4, dims.g, "a decay per key or value channel (gk, gv) is refused");
+  refuse_rank(pass, "beta", a.beta, 4, dims.beta, "a write strength per channel is refused");
 }
 
 template <class Args>

@@ -73,23 +73,38 @@ constexpr auto sequence_inputs() {
 }
 
 template <class Args>
-constexpr auto options() {
-  const std::array all = {
-      option_field("scale", THALWEG_REAL, offsetof(Args, scale), "factor of q; 0: K^-0.5"),
-      option_field("use_qk_l2norm", THALWEG_FLAG, offsetof(Args, use_qk_l2norm), "1: q, k <- x / sqrt(sum x^2 + 1e-6)"),
-      option_field("use_gate", THALWEG_FLAG, offsetof(Args, use_gate),
-                   kPerChannel<Args> ? "1: x = g + dt_bias; g <- -exp(A_log) softplus(x), or with lower_bound "
-                                       "g <- lower_bound sigmoid(exp(A_log) x)"
-                                     : "1: g <- -exp(A_log) softplus(g + dt_bias)"),
-      option_field("use_beta_sigmoid", THALWEG_FLAG, offsetof(Args, use_beta_sigmoid), "1: beta <- sigmoid(beta)"),
-      option_field("allow_neg_eigval", THALWEG_FLAG, offsetof(Args, allow_neg_eigval),
-                   "1: beta <- 2 sigmoid(beta); needs use_beta_sigmoid"),
-  };
-  if constexpr (kPerChannel<Args>)
-    return join(all, std::array{option_field("lower_bound", THALWEG_REAL, offsetof(Args, lower_bound),
-                                             "with use_gate: the least g, below 0; 0: the softplus form")});
+constexpr auto every_option() {
+  if constexpr (requires(Args a) { a.every; })
+    return std::array{
+        option_field("every", THALWEG_COUNT, offsetof(Args, every), "tokens between chunk_states; 0: 64")};
   else
-    return all;
+    return std::array<thalweg_field, 0>{};
+}
+template <class Args>
+constexpr auto bound_option() {
+  if constexpr (kPerChannel<Args>)
+    return std::array{option_field("lower_bound", THALWEG_REAL, offsetof(Args, lower_bound),
+                                   "with use_gate: the least g, below 0; 0: the softplus form")};
+  else
+    return std::array<thalweg_field, 0>{};
+}
+
+template <class Args>
+constexpr auto options() {
+  return join(
+      std::array{option_field("scale", THALWEG_REAL, offsetof(Args, scale), "factor of q; 0: K^-0.5")},
+      every_option<Args>(), bound_option<Args>(),
+      std::array{
+          option_field("use_qk_l2norm", THALWEG_FLAG, offsetof(Args, use_qk_l2norm),
+                       "1: q, k <- x / sqrt(sum x^2 + 1e-6)"),
+          option_field("use_gate", THALWEG_FLAG, offsetof(Args, use_gate),
+                       kPerChannel<Args> ? "1: x = g + dt_bias; g <- -exp(A_log) softplus(x), or with lower_bound "
+                                           "g <- lower_bound sigmoid(exp(A_log) x)"
+                                         : "1: g <- -exp(A_log) softplus(g + dt_bias)"),
+          option_field("use_beta_sigmoid", THALWEG_FLAG, offsetof(Args, use_beta_sigmoid), "1: beta <- sigmoid(beta)"),
+          option_field("allow_neg_eigval", THALWEG_FLAG, offsetof(Args, allow_neg_eigval),
+                       "1: beta <- 2 sigmoid(beta); needs use_beta_sigmoid"),
+      });
 }
 
 // ---- The passes ----
@@ -105,7 +120,6 @@ constexpr auto fwd_fields() {
                        THALWEG_STATE, "state after the last token"),
           tensor_field("chunk_states", THALWEG_OUT, offsetof(Args, chunk_states), true, "R HV K V", kFloats,
                        THALWEG_STATE, "state before every every-th token; R = B*T/every + N, row start/every + n + c"),
-          option_field("every", THALWEG_COUNT, offsetof(Args, every), "tokens between chunk_states; 0: 64"),
       },
       options<Args>());
 }
