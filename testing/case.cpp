@@ -90,7 +90,7 @@ bool take_option(Case* c, const std::string& op, const std::string& token) {
     if (value != "page" && value != "front") bad_token(op, token, "value", value, "page or front");
     return c->options[name] = value, true;
   }
-  if (name == "varlen" && find_field(*c->pass, "cu_seqlens")) {
+  if ((name == "varlen" && find_field(*c->pass, "cu_seqlens")) || (name == "varlen_k" && find_field(*c->pass, "cu_seqlens_k"))) {
     for (const std::string& length : split(value, '+'))
       if (!value.empty() && (!parse_integer(length, &number) || number < 0)) bad_token(op, token, "length", length, "an integer >= 0");
     return c->options[name] = value, true;
@@ -127,7 +127,7 @@ void default_gradients(Case* c, const std::vector<std::string>& named) {
   for (const thalweg_field* field : tensor_fields(*c->pass)) {
     if (!field->optional || is_state(*field) || !is_gradient(*field)) continue;
     const thalweg_field* of = find_field(*c->pass, field->name + 2);
-    if (field->role == THALWEG_IN && !named_in) c->options.try_emplace(field->name, "");
+    if (field->role == THALWEG_IN && !named_in && (!of || is_present(*c, *of))) c->options.try_emplace(field->name, "");
     if (field->role == THALWEG_OUT && !any_required && !named_out && of && is_present(*c, *of)) c->options.try_emplace(field->name, "");
   }
 }
@@ -157,6 +157,15 @@ void complete_sizes(Case* c) {
       throw std::invalid_argument(pass_name(*c->pass) + ": N, got " + std::to_string(sizes["N"]) + ", expected " + std::to_string(lengths.size()) + " (from varlen)");
     if (sizes["T"] < total)
       throw std::invalid_argument(pass_name(*c->pass) + ": T, got " + std::to_string(sizes["T"]) + ", expected at least " + std::to_string(total) + " (from varlen)");
+  }
+  if (c->has("varlen_k")) {
+    std::vector<int64_t> lengths = key_lengths_of(*c);
+    int64_t total = 0;
+    for (int64_t length : lengths) total += length;
+    if (int64_t(lengths.size()) != sizes["N"])
+      throw std::invalid_argument(pass_name(*c->pass) + ": varlen_k, got " + std::to_string(lengths.size()) + " lengths, expected " + std::to_string(sizes["N"]) + " (from varlen)");
+    if (sizes.try_emplace("S", total).first->second < total)
+      throw std::invalid_argument(pass_name(*c->pass) + ": S, got " + std::to_string(sizes["S"]) + ", expected at least " + std::to_string(total) + " (from varlen_k)");
   }
   try {
     spec_of(*c->pass).complete(*c);
@@ -191,13 +200,14 @@ bool known_elsewhere(const std::string& op, const std::string& token) {
 
 }  // namespace
 
-std::vector<int64_t> lengths_of(const Case& c) {
+// The numbers of option `name`; without it, N lengths that add up to `total`, from the seed.
+static std::vector<int64_t> lengths_in(const Case& c, const std::string& name, int64_t total, uint64_t salt) {
   std::vector<int64_t> lengths;
-  auto it = c.options.find("varlen");
-  if (it == c.options.end()) {  // cu_seqlens alone: N lengths that add up to T, from the seed
-    Random random(c.seed ^ 0x6375u);
-    std::vector<int64_t> cuts = {0, c.size("T")};
-    for (int64_t n = 1; n < c.size("N"); ++n) cuts.push_back(random.below(c.size("T") + 1));
+  auto it = c.options.find(name);
+  if (it == c.options.end()) {
+    Random random(c.seed ^ salt);
+    std::vector<int64_t> cuts = {0, total};
+    for (int64_t n = 1; n < c.size("N"); ++n) cuts.push_back(random.below(total + 1));
     std::sort(cuts.begin(), cuts.end());
     for (size_t n = 0; n < size_t(c.size("N")); ++n) lengths.push_back(cuts[n + 1] - cuts[n]);
     return lengths;
@@ -206,6 +216,9 @@ std::vector<int64_t> lengths_of(const Case& c) {
   for (const std::string& length : split(it->second, '+')) lengths.push_back(std::stoll(length));
   return lengths;
 }
+
+std::vector<int64_t> lengths_of(const Case& c) { return lengths_in(c, "varlen", c.size("T"), 0x6375u); }
+std::vector<int64_t> key_lengths_of(const Case& c) { return lengths_in(c, "varlen_k", c.size("S"), 0x6b63u); }
 
 Case parse_tokens(const thalweg_pass& pass, std::string_view text, bool shared) {
   Case c;

@@ -14,7 +14,9 @@ namespace thalweg::testing {
 // The tokens behind "<op>.<pass>:". In a shared line (for every pass of an operator) a token that only
 // other passes know is left out, and B stands for N where a pass has no B.
 Case parse_tokens(const thalweg_pass& pass, std::string_view tokens, bool shared);
-std::vector<int64_t> lengths_of(const Case& c);  // of varlen
+// Lengths of packed sequences: of queries (or the only tokens), or of keys where these have an axis S of their own.
+std::vector<int64_t> lengths_of(const Case& c);
+std::vector<int64_t> key_lengths_of(const Case& c);
 
 // A case that this machine's memory cannot hold: nothing is known of the kernel, so it is no failed verdict.
 class TooLarge : public std::invalid_argument {

@@ -167,7 +167,8 @@ bool is_state(const thalweg_field& field) {
 bool is_present(const Case& c, const thalweg_field& field) {
   if (field.kind != THALWEG_TENSOR) return false;
   if (!field.optional) return true;
-  if (std::string_view(field.name) == "cu_seqlens") return c.has("varlen") || c.has("cu_seqlens");
+  std::string_view name = field.name;
+  if (name == "cu_seqlens" || name == "cu_seqlens_k") return c.has("varlen") || c.has("cu_seqlens");
   return c.has(field.name);
 }
 

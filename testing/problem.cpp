@@ -19,13 +19,22 @@ uint64_t hash_of(std::string_view text) {
   return h;
 }
 
-// Packed lengths as offsets; the last stays below T where T is larger.
-Values cu_seqlens_of(const Case& c) {
+// Packed lengths as offsets; the last stays below T (or S) where that is larger.
+Values borders_of(const std::vector<int64_t>& lengths) {
   Values v;
   v.data.push_back(0);
-  for (int64_t length : lengths_of(c)) v.data.push_back(v.data.back() + double(length));
+  for (int64_t length : lengths) v.data.push_back(v.data.back() + double(length));
   v.shape = {v.count()};
   return v;
+}
+
+// Tokens in use of each sequence: about three quarters of it, of every fourth none.
+void fill_lengths(const Case& c, bool queries, Random& random, Values* lengths) {
+  const bool packed = is_present(c, *find_field(*c.pass, "cu_seqlens"));
+  const std::vector<int64_t> tokens = !packed ? std::vector<int64_t>(lengths->data.size(), c.size(queries ? "T" : "S"))
+                                      : queries ? lengths_of(c) : key_lengths_of(c);
+  for (size_t n = 0; n < lengths->data.size(); ++n)
+    lengths->data[n] = n % 4 == 3 ? 0 : double(tokens.at(n) - random.below(tokens.at(n) / 2 + 1));
 }
 
 // Distinct slots of the pool in random order: N to read, then the rest of N*T to write as far as they go.
@@ -145,7 +154,9 @@ void Problem::Impl::fill() {
     v.shape.assign(s.first.shape, s.first.shape + s.first.rank);
     v.data.resize(size_t(count(s.first)));
     Random random(c.seed * 0x9e3779b97f4a7c15u ^ hash_of(name));
-    if (name == "cu_seqlens") v = cu_seqlens_of(c);
+    if (name == "cu_seqlens") v = borders_of(lengths_of(c));
+    else if (name == "cu_seqlens_k") v = borders_of(key_lengths_of(c));
+    else if (name == "q_lens" || name == "k_lens") fill_lengths(c, name[0] == 'q', random, &v);
     else if (!is_integer(s.first.dtype))
       for (double& x : v.data) x = random.normal();
     inputs.emplace(name, std::move(v));

@@ -37,7 +37,7 @@ Case rich_case(const thalweg_pass& pass, thalweg_dtype dtype = THALWEG_F32) {
     if (!best || c.options.size() > best->options.size()) best = &c;
   }
   if (!best) throw std::logic_error(tt::pass_name(pass) + ": no smoke case");
-  return with(*best, {{"-chunk_states", ""}});
+  return with(*best, {{"-chunk_states", ""}, {"-q_lens", ""}, {"-k_lens", ""}});
 }
 
 void expect_verified(const Case& c) {
@@ -168,6 +168,9 @@ TEST(Faults, PackedBatchOfTwoIsRefused) {
 TEST(Faults, NumberOfSequencesOfTheStates) {
   for (const thalweg_pass* pass : passes_with("cu_seqlens")) {
     Case c = with_sizes(with(rich_case(*pass), {{"-varlen", ""}}), {{"B", 2}, {"N", 3}});
+    bool any = false;  // a tensor that says how many there are
+    for (const thalweg_field* field : tt::tensor_fields(*pass)) any = any || (tt::is_present(c, *field) && axis_of(*field, "N") == 0);
+    if (!any) continue;
     Problem problem(c);
     ASSERT_EQ(problem.call(), THALWEG_INVALID_ARGUMENT) << c.text();
     std::string text = thalweg_last_error();

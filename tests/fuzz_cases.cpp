@@ -88,7 +88,7 @@ std::string random_case(Random& random, const thalweg_pass& pass) {
     const thalweg_field& field = pass.fields[i];
     std::string_view name = field.name;
     bool integer = field.kind == THALWEG_TENSOR && tt::accepts_dtype(pass, field, THALWEG_I32);
-    if (name == "cu_seqlens") continue;
+    if (name == "cu_seqlens" || name == "cu_seqlens_k") continue;
     if (field.kind == THALWEG_FLAG && chance(random, 0.25)) text += "," + std::string(name);
     if (field.kind == THALWEG_CHOICE) text += "," + std::string(name) + "=" + std::to_string(random.below(int64_t(tt::words(field.choices).size())));
     if (field.kind == THALWEG_COUNT && chance(random, 0.3)) text += "," + std::string(name) + "=" + std::to_string(1 + random.below(130));

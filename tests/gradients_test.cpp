@@ -25,7 +25,7 @@ Case forward_case(const Case& bwd, const thalweg_pass& fwd) {
   c.threads = 1;
   for (auto it = c.options.begin(); it != c.options.end();) {
     const thalweg_field* field = tt::find_field(fwd, it->first);
-    bool keep = (field && !(field->kind == THALWEG_TENSOR && tt::is_output(*field))) || it->first == "varlen";
+    bool keep = (field && !(field->kind == THALWEG_TENSOR && tt::is_output(*field))) || it->first == "varlen" || it->first == "varlen_k";
     it = keep ? std::next(it) : c.options.erase(it);
   }
   for (const thalweg_field* field : tt::tensor_fields(*bwd.pass)) {
@@ -125,7 +125,7 @@ Case all_float64(Case c) {
   c.dtype = THALWEG_F64;
   for (auto& [name, value] : c.options) {
     const thalweg_field* field = tt::find_field(*c.pass, name);
-    if (field && field->kind == THALWEG_TENSOR && name != "cu_seqlens") value = "";
+    if (field && field->kind == THALWEG_TENSOR && !tt::is_integer(tt::dtype_in(c, *field))) value = "";
   }
   return c;
 }

@@ -40,22 +40,37 @@ Outputs run_with(const Case& c, const std::map<std::string, Values>& inputs, boo
   return run(problem, taken);
 }
 
-Case sequence_case(const Case& c, int64_t length) {
-  Case one = with(c, {{"-varlen", ""}, {"-cu_seqlens", ""}, {"-chunk_states", ""}});
+bool sequence_part(const Problem& problem, const thalweg_field& field, int64_t n, Part* part) {
+  *part = {0, n, n + 1};
+  if (axis_of(field, "N") == 0 || axis_of(field, "M") == 0) return true;
+  if (!is_packed(problem.spec_case())) return axis_of(field, "B") == 0;
+  for (const auto& [size, name] : {std::pair{"T", "cu_seqlens"}, {"S", "cu_seqlens_k"}}) {
+    if (axis_of(field, "B") != 0 || axis_of(field, size) != 1) continue;
+    const Values& borders = problem.inputs().at(name);
+    *part = {1, int64_t(borders.data[size_t(n)]), int64_t(borders.data[size_t(n + 1)])};
+    return true;
+  }
+  return false;
+}
+
+Case sequence_case(const Problem& packed, int64_t n) {
+  Case one = with(packed.spec_case(), {{"-varlen", ""}, {"-varlen_k", ""}, {"-cu_seqlens", ""}, {"-cu_seqlens_k", ""}, {"-chunk_states", ""}});
   one.sizes["B"] = one.sizes["N"] = 1;
-  one.sizes["T"] = length;
+  for (const auto& [size, name] : {std::pair{"T", "cu_seqlens"}, {"S", "cu_seqlens_k"}}) {
+    if (!packed.inputs().count(name)) continue;
+    const Values& borders = packed.inputs().at(name);
+    one.sizes[size] = int64_t(borders.data[size_t(n + 1)] - borders.data[size_t(n)]);
+  }
   return one;
 }
 
-std::map<std::string, Values> sequence_inputs(const Problem& packed, int64_t n, int64_t begin, int64_t end) {
+std::map<std::string, Values> sequence_inputs(const Problem& packed, int64_t n) {
   std::map<std::string, Values> inputs;
-  const thalweg_pass& pass = *packed.spec_case().pass;
+  Part part;
   for (const auto& [name, values] : packed.inputs()) {
-    const thalweg_field& field = *tt::find_field(pass, name);
-    if (name == "cu_seqlens") continue;
-    if (axis_of(field, "N") == 0) inputs[name] = cut(values, 0, n, n + 1);
-    else if (axis_of(field, "T") == 1) inputs[name] = cut(values, 1, begin, end);
-    else inputs[name] = values;
+    if (name == "cu_seqlens" || name == "cu_seqlens_k") continue;
+    const bool is_cut = sequence_part(packed, *tt::find_field(*packed.spec_case().pass, name), n, &part);
+    inputs[name] = is_cut ? cut(values, part.axis, part.begin, part.end) : values;
   }
   return inputs;
 }

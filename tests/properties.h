@@ -20,9 +20,15 @@ bool is_packed(const Case& c);
 // The same problem with other inputs; shapes must be those of `c`.
 Outputs run_with(const Case& c, const std::map<std::string, Values>& inputs, bool* taken = nullptr);
 
+// Where sequence n lies in a field's tensors: elements [begin, end) of `axis`. False for what all sequences share.
+struct Part {
+  int axis;
+  int64_t begin, end;
+};
+bool sequence_part(const Problem& problem, const thalweg_field& field, int64_t n, Part* part);
 // Sequence n of a packed problem as a problem of its own (B = N = 1), and its inputs.
-Case sequence_case(const Case& c, int64_t length);
-std::map<std::string, Values> sequence_inputs(const Problem& packed, int64_t n, int64_t begin, int64_t end);
+Case sequence_case(const Problem& packed, int64_t n);
+std::map<std::string, Values> sequence_inputs(const Problem& packed, int64_t n);
 
 }  // namespace thalweg::tests
 #endif

@@ -173,24 +173,19 @@ void nan_stays(const thalweg_pass& pass) {
     int64_t sick = 0;
     if (!cu.empty())
       while (sick + 1 < sequences && cu[size_t(sick)] == cu[size_t(sick + 1)]) ++sick;
-    auto spread = [&](const thalweg_field& field, int* axis, int64_t* begin, int64_t* end) {
-      *axis = 0, *begin = sick, *end = sick + 1;
-      if (axis_of(field, "B") == 0 && !cu.empty()) *axis = 1, *begin = int64_t(cu[size_t(sick)]), *end = int64_t(cu[size_t(sick + 1)]);
-      return axis_of(field, "B") == 0 || axis_of(field, "N") == 0 || axis_of(field, "M") == 0;
-    };
     std::map<std::string, Values> inputs = problem.inputs();
-    int axis;
-    int64_t begin, end;
+    Part part;
     for (auto& [name, values] : inputs) {
       const thalweg_field& field = *tt::find_field(pass, name);
-      if (!tt::is_integer(tt::dtype_in(c, field)) && spread(field, &axis, &begin, &end)) assign(&values, axis, begin, end, [](double) { return std::nan(""); });
+      if (!tt::is_integer(tt::dtype_in(c, field)) && sequence_part(problem, field, sick, &part))
+        assign(&values, part.axis, part.begin, part.end, [](double) { return std::nan(""); });
     }
     Outputs got = run_with(c, inputs);
     for (auto& [name, values] : want) {
       const thalweg_field& field = *tt::find_field(pass, name);
-      if (is_summed(field) || !spread(field, &axis, &begin, &end)) continue;
-      assign(&values, axis, begin, end, [](double) { return 0.0; });
-      assign(&got[name], axis, begin, end, [](double) { return 0.0; });
+      if (is_summed(field) || !sequence_part(problem, field, sick, &part)) continue;
+      assign(&values, part.axis, part.begin, part.end, [](double) { return 0.0; });
+      assign(&got[name], part.axis, part.begin, part.end, [](double) { return 0.0; });
       EXPECT_TRUE(same_bits(got[name], values)) << name << ": " << first_difference({{name, got[name]}}, {{name, values}});
     }
   });
@@ -207,17 +202,16 @@ void packed_is_separate(const thalweg_pass& pass) {
     Outputs whole = run(packed);
     std::vector<double> cu = packed.inputs().at("cu_seqlens").data;
     for (int64_t n = 0; n + 1 < int64_t(cu.size()); ++n) {
-      int64_t begin = int64_t(cu[size_t(n)]), end = int64_t(cu[size_t(n + 1)]);
-      Case one = sequence_case(c, end - begin);
+      Case one = sequence_case(packed, n);
       bool taken = true;
-      Outputs alone = run_with(one, sequence_inputs(packed, n, begin, end), &taken);
+      Outputs alone = run_with(one, sequence_inputs(packed, n), &taken);
       if (!taken) continue;
       ++tried;
       for (const auto& [name, values] : alone) {
         const thalweg_field& field = *tt::find_field(pass, name);
-        if (is_summed(field)) continue;
-        Values part = axis_of(field, "N") == 0 ? cut(whole.at(name), 0, n, n + 1) : cut(whole.at(name), 1, begin, end);
-        EXPECT_EQ(out_of_limit(one, {{name, part}}, {{name, values}}), "") << "sequence " << n;
+        Part part;
+        if (is_summed(field) || !sequence_part(packed, field, n, &part)) continue;
+        EXPECT_EQ(out_of_limit(one, {{name, cut(whole.at(name), part.axis, part.begin, part.end)}}, {{name, values}}), "") << "sequence " << n;
       }
     }
     for (const auto& [name, values] : whole) {  // rows that belong to no sequence
@@ -316,6 +310,7 @@ void appended_tokens(const thalweg_pass& pass) {
   for_each_row(pass, {"smoke", "ci"}, 2e7, [&](const Case& c) {
     int64_t T = c.size("T");
     if (is_packed(c) || T < 1 || c.size("B") > 2 || c.has("write_slots")) return;
+    if (c.has("causal") || c.has("q_lens")) return;  // the last query sees the last key: more queries move the diagonal
     Case base = with(c, {{"-chunk_states", ""}});
     for (int64_t more : {1, 5, 64}) {
       Problem longer(with_sizes(base, {{"T", T + more}}));

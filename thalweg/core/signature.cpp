@@ -257,6 +257,7 @@ std::string tensor_token(const thalweg_field& field, const thalweg_tensor& t, th
   return value.empty() ? "" : "=" + value;
 }
 
+// "3+5" of borders 0, 3, 8.
 std::string sequence_lengths(const thalweg_tensor& cu_seqlens) {
   std::string text;
   for (int64_t n = 0; n + 1 < cu_seqlens.shape[0]; ++n)
@@ -357,14 +358,29 @@ std::string case_text(const thalweg_pass& pass, const void* args, const Sizes& s
     if (!present(t)) continue;
     std::string value = tensor_token(field, t, main);
     if (field.optional || !value.empty()) text += std::string(",") + field.name + value;
-    if (!std::strcmp(field.name, "cu_seqlens") && t.data && t.shape[0] <= 17) text += ",varlen=" + sequence_lengths(t);
+    const bool queries = !std::strcmp(field.name, "cu_seqlens"), keys = !std::strcmp(field.name, "cu_seqlens_k");
+    if ((queries || keys) && t.data && t.shape[0] <= 17)
+      text += (queries ? ",varlen=" : ",varlen_k=") + sequence_lengths(t);
   }
   return text;
 }
 
+void check_borders(const thalweg_pass& pass, const char* name, const thalweg_tensor& borders, const char* size,
+                   const Sizes& sizes) {
+  if (int_at(borders, 0) != 0) fail_field(pass, name, "element 0, got %lld, expected 0", ll(int_at(borders, 0)));
+  const int64_t N = borders.shape[0] - 1;
+  for (int64_t n = 0; n < N; ++n)
+    if (int_at(borders, n + 1) < int_at(borders, n))
+      fail_field(pass, name, "element %lld, got %lld, expected at least %lld (element %lld)", ll(n + 1),
+                 ll(int_at(borders, n + 1)), ll(int_at(borders, n)), ll(n));
+  if (int_at(borders, N) > sizes[size])
+    fail_field(pass, name, "element %lld, got %lld, expected at most %s = %lld (from %s)", ll(N), ll(int_at(borders, N)),
+               size, ll(sizes[size]), sizes.find(size)->from);
+}
+
 int64_t check_sequences(const thalweg_pass& pass, const Sizes& sizes, const thalweg_tensor& cu_seqlens,
                         Binding binding) {
-  int64_t B = sizes["B"], T = sizes["T"];
+  int64_t B = sizes["B"];
   if (!present(cu_seqlens)) {
     const Sizes::Entry* N = sizes.find("N");
     if (N && N->value != B)
@@ -374,18 +390,18 @@ int64_t check_sequences(const thalweg_pass& pass, const Sizes& sizes, const thal
   if (B != 1)
     fail_field(pass, "cu_seqlens", "got packed sequences with B = %lld, expected B = 1 (from %s)", ll(B),
                sizes.find("B")->from);
-  int64_t N = cu_seqlens.shape[0] - 1;
-  if (binding == Binding::kQuery) return N;
-  if (int_at(cu_seqlens, 0) != 0)
-    fail_field(pass, "cu_seqlens", "element 0, got %lld, expected 0", ll(int_at(cu_seqlens, 0)));
-  for (int64_t n = 0; n < N; ++n)
-    if (int_at(cu_seqlens, n + 1) < int_at(cu_seqlens, n))
-      fail_field(pass, "cu_seqlens", "element %lld, got %lld, expected at least %lld (element %lld)", ll(n + 1),
-                 ll(int_at(cu_seqlens, n + 1)), ll(int_at(cu_seqlens, n)), ll(n));
-  if (int_at(cu_seqlens, N) > T)
-    fail_field(pass, "cu_seqlens", "element %lld, got %lld, expected at most T = %lld (from %s)", ll(N),
-               ll(int_at(cu_seqlens, N)), ll(T), sizes.find("T")->from);
-  return N;
+  if (binding == Binding::kRun) check_borders(pass, "cu_seqlens", cu_seqlens, "T", sizes);
+  return cu_seqlens.shape[0] - 1;
+}
+
+void check_lengths(const thalweg_pass& pass, const char* name, const thalweg_tensor& lengths,
+                   const thalweg_tensor& borders, int64_t all) {
+  for (int64_t n = 0; present(lengths) && n < lengths.shape[0]; ++n) {
+    const int64_t got = int_at(lengths, n), most = present(borders) ? int_at(borders, n + 1) - int_at(borders, n) : all;
+    if (got < 0 || got > most)
+      fail_field(pass, name, "element %lld, got %lld, expected 0 to %lld (tokens of the sequence)", ll(n), ll(got),
+                 ll(most));
+  }
 }
 
 void check_slots(const thalweg_pass& pass, int64_t N, int64_t T, int64_t M, const thalweg_tensor& read_slots,

@@ -72,6 +72,12 @@ std::string case_text(const thalweg_pass& pass, const void* args, const Sizes& s
 // cu_seqlens' N, or B without it; `state` (the first of these that is present) must agree.
 int64_t check_sequences(const thalweg_pass& pass, const Sizes& sizes, const thalweg_tensor& cu_seqlens,
                         Binding binding);
+// Borders of packed sequences: from 0, never falling, to `size` or before. For cu_seqlens, check_sequences() does it.
+void check_borders(const thalweg_pass& pass, const char* name, const thalweg_tensor& borders, const char* size,
+                   const Sizes& sizes);
+// Lengths in use [N], may be absent: 0 to the tokens that the sequence has by its borders, or `all` without borders.
+void check_lengths(const thalweg_pass& pass, const char* name, const thalweg_tensor& lengths,
+                   const thalweg_tensor& borders, int64_t all);
 // Slots of a state pool of M states: -1 or in range; nothing written twice, nothing read by one
 // sequence and written by another. Slots absent: sequence n reads and writes slot n.
 void check_slots(const thalweg_pass& pass, int64_t N, int64_t T, int64_t M, const thalweg_tensor& read_slots,
