@@ -34,7 +34,7 @@ void fill_lengths(const Case& c, bool queries, Random& random, Values* lengths) 
   const std::vector<int64_t> tokens = !packed ? std::vector<int64_t>(lengths->data.size(), c.size(queries ? "T" : "S"))
                                       : queries ? lengths_of(c) : key_lengths_of(c);
   for (size_t n = 0; n < lengths->data.size(); ++n)
-    lengths->data[n] = n % 4 == 3 ? 0 : double(tokens.at(n) - random.below(tokens.at(n) / 2 + 1));
+    lengths->data[n] = n % 4 == 3 || n >= tokens.size() ? 0 : double(tokens[n] - random.below(tokens[n] / 2 + 1));
 }
 
 // Distinct slots of the pool in random order: N to read, then the rest of N*T to write as far as they go.
