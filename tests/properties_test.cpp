@@ -1,4 +1,5 @@
 // Properties that every pass has, whatever it computes. One test per property and pass.
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <thread>
@@ -191,6 +192,26 @@ void nan_stays(const thalweg_pass& pass) {
   });
 }
 
+// NaN is NaN whatever its bits: an input of NaN with every bit set does what an input of the usual NaN does.
+void nan_of_any_bits(const thalweg_pass& pass) {
+  const double every_bit = std::bit_cast<double>(uint64_t(-1) >> 1);
+  for_each_row(pass, {"smoke"}, kSmall, [&](const Case& c) {
+    Problem problem(c);
+    for (const auto& [name, values] : problem.inputs()) {
+      if (tt::is_integer(tt::dtype_in(c, *tt::find_field(pass, name)))) continue;
+      auto run_on = [&](double nan) {
+        std::map<std::string, Values> inputs = problem.inputs();
+        for (double& x : inputs[name].data) x = nan;
+        return run_with(c, inputs);
+      };
+      Outputs usual = run_on(std::nan("")), full = run_on(every_bit);
+      for (auto& [output, wanted] : usual)
+        for (size_t i = 0; i < wanted.data.size(); ++i)
+          ASSERT_EQ(std::isnan(full[output].data[i]), std::isnan(wanted.data[i])) << output << "[" << i << "] of NaN in " << name;
+    }
+  });
+}
+
 // ---- Sequences ----
 
 void packed_is_separate(const thalweg_pass& pass) {
@@ -367,7 +388,7 @@ void register_property_tests() {
   };
   for (Property p : {Property{"thread_counts", thread_counts}, {"repeats", repeats}, {"hundred_repeats", hundred_repeats}, {"arena", arena},
                      {"two_at_once", two_at_once}, {"reused_memory", reused_memory}, {"batch_order", batch_order},
-                     {"identical_sequences", identical_sequences}, {"nan_stays", nan_stays}, {"packed_is_separate", packed_is_separate},
+                     {"identical_sequences", identical_sequences}, {"nan_stays", nan_stays}, {"nan_of_any_bits", nan_of_any_bits}, {"packed_is_separate", packed_is_separate},
                      {"split_and_carry", split_and_carry}, {"causality", causality}, {"appended_tokens", appended_tokens},
                      {"optional_tensors", optional_tensors}})
     register_per_pass("properties", p.name, p.body);

@@ -45,11 +45,12 @@ struct Logistic {
 }
 #elif defined(__AVX2__) && defined(__FMA__)
 [[gnu::always_inline]] inline Logistic logistic_of_bounded(vf x) {
-  const vf minus_log2e = set1(-1.44269504088896341f), magic = set1(12582912.f);  // 1.5 * 2^23: rounds to whole
+  const vf minus_log2e = set1(-1.44269504088896341f);
+  const vf magic = set1(12582912.f + 127.f);  // 1.5 * 2^23: rounds to whole; 127 is the bias of float32
   const vf shifted = fma(x, minus_log2e, magic);
   const vf p = power_of_fraction(fma(x, minus_log2e, magic - shifted));
-  const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
-  const vf e = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n)), d = e + set1(1.f);
+  const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  const vf e = p * _mm256_castsi256_ps(power), d = e + set1(1.f);  // a product: NaN stays, whatever its bits
   const vf r = _mm256_rcp_ps(d);
   return {fma(r, fnma(d, r, set1(1.f)), r), e};
 }
