@@ -39,6 +39,9 @@ const Kernel<Problem, Bwd> kBwdKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_bwd, cpu_generic_bwd},
 };
 const Kernel<Problem, Decode> kDecodeKernels[] = {
+    {"cpu_decode_avx512", THALWEG_CPU, Isa::kAvx512, plan_value_heads<avx512::cpu_decode_slot_bytes>,
+     avx512::cpu_decode},
+    {"cpu_decode_avx2", THALWEG_CPU, Isa::kAvx2, plan_value_heads<avx2::cpu_decode_slot_bytes>, avx2::cpu_decode},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_decode},
 };
 
