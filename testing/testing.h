@@ -70,7 +70,7 @@ class Random {
 struct Work {
   double flops = 0;         // counted as docs/benchmarking.md says, whatever the kernel does
   double bytes = 0;         // each input read once, each output written once
-  const char* roof = "";    // "fma", "copy" or "scale": what bounds it
+  const char* roof = "";    // "fma", "copy", "scale" or "exp_log": what bounds it
 };
 
 // A condition on the elements of one output, beside the RMS limit. An element is within when

@@ -47,6 +47,7 @@ void sample_roofs(Roofs& roofs, const testing::Work& work) {
   roofs.sample_fma();
   roofs.sample_copy();
   if (std::string_view(work.roof) == "scale") roofs.sample_scale();
+  if (std::string_view(work.roof) == "exp_log") roofs.sample_exp_log();
 }
 
 void add_rates(Json& r, const testing::Case& c, const testing::Work& work, double median_us, const Roofs* roofs) {
@@ -61,7 +62,10 @@ void add_rates(Json& r, const testing::Case& c, const testing::Work& work, doubl
     return;
   }
   std::string_view kind = work.roof;
-  double peak = kind == "fma" ? roofs->fma_gflops() / (c.dtype == THALWEG_F64 ? 2 : 1) : kind == "scale" ? roofs->scale_gbs() : roofs->copy_gbs();
+  double peak = roofs->copy_gbs();
+  if (kind == "fma") peak = roofs->fma_gflops() / (c.dtype == THALWEG_F64 ? 2 : 1);
+  if (kind == "scale") peak = roofs->scale_gbs();
+  if (kind == "exp_log") peak = roofs->exp_log_gbs();
   double rate = kind == "fma" ? r["gflops"].get<double>() : r["gbs"].get<double>();
   r["roof_value"] = peak;
   r["roof_share"] = rate / peak;
@@ -69,6 +73,7 @@ void add_rates(Json& r, const testing::Case& c, const testing::Work& work, doubl
   r["fma_gflops"] = roofs->fma_gflops();
   r["copy_gbs"] = roofs->copy_gbs();
   if (kind == "scale") r["scale_gbs"] = roofs->scale_gbs();
+  if (kind == "exp_log") r["exp_log_gbs"] = roofs->exp_log_gbs();
 }
 
 // In this process, without verification.
@@ -124,7 +129,7 @@ Json measure_pair_here(const testing::Case& a, const testing::Case& b, const Opt
 // The median over processes of every figure that can differ; spread is half the range over the median.
 Json merge(const std::vector<Json>& runs, const char* main_figure) {
   Json out = runs[0];
-  for (const char* name : {"median_us", "min_us", "gflops", "gbs", "roof_value", "roof_share", "fma_gflops", "copy_gbs", "scale_gbs", "against_us", "against_min_us", "ratio"}) {
+  for (const char* name : {"median_us", "min_us", "gflops", "gbs", "roof_value", "roof_share", "fma_gflops", "copy_gbs", "scale_gbs", "exp_log_gbs", "against_us", "against_min_us", "ratio"}) {
     std::vector<double> values;
     for (const Json& r : runs)
       if (r.contains(name) && r[name].is_number()) values.push_back(r[name].get<double>());

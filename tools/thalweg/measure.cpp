@@ -27,10 +27,12 @@ struct RoofKernels {
   int64_t (*fma_flops_per_round)();
   void (*copy)(void*, const void*, size_t);
   void (*scale)(void*, size_t, float);
+  void (*exp_log)(void*, const void*, size_t);
 };
 RoofKernels kernels_of(Isa isa) {
-  if (isa == Isa::kAvx512) return {roof::avx512::fma, roof::avx512::fma_flops_per_round, roof::avx512::copy, roof::avx512::scale};
-  return {roof::avx2::fma, roof::avx2::fma_flops_per_round, roof::avx2::copy, roof::avx2::scale};
+  if (isa == Isa::kAvx512)
+    return {roof::avx512::fma, roof::avx512::fma_flops_per_round, roof::avx512::copy, roof::avx512::scale, roof::avx512::exp_log};
+  return {roof::avx2::fma, roof::avx2::fma_flops_per_round, roof::avx2::copy, roof::avx2::scale, roof::avx2::exp_log};
 }
 
 // Runs body(thread) on all threads at once; seconds from the first start to the last end.
@@ -123,8 +125,10 @@ void Roofs::sample_fma() {
   if (!std::isfinite(sink[0])) fma_.clear();
 }
 
-void Roofs::sample_copy() {
-  RoofKernels kernels = kernels_of(isa_);
+void Roofs::sample_copy() { sample_streams(kernels_of(isa_).copy, &copy_); }
+void Roofs::sample_exp_log() { sample_streams(kernels_of(isa_).exp_log, &exp_log_); }
+
+void Roofs::sample_streams(void (*kernel)(void*, const void*, size_t), std::vector<double>* rates) {
   size_t bytes = size_t(4 * last_cache_bytes());
   if (!from_) {
     from_ = std::make_unique<Buffer>(bytes);
@@ -135,9 +139,9 @@ void Roofs::sample_copy() {
   for (int i = 0; i < kSamples; ++i) {
     double seconds = timed_together(threads_, [&](int64_t t) {
       Part p = part_of(bytes, t, threads_);
-      kernels.copy(to_->data + p.begin, from_->data + p.begin, p.bytes);
+      kernel(to_->data + p.begin, from_->data + p.begin, p.bytes);
     });
-    copy_.push_back(2 * double(bytes) / seconds * 1e-9);
+    rates->push_back(2 * double(bytes) / seconds * 1e-9);
   }
 }
 

@@ -28,20 +28,23 @@ class Roofs {
   void sample_fma();  // adds a few samples each
   void sample_copy();
   void sample_scale();
+  void sample_exp_log();
   double fma_gflops() const { return median(fma_); }
   double copy_gbs() const { return median(copy_); }    // read + written
   double scale_gbs() const { return median(scale_); }  // read + written
+  double exp_log_gbs() const { return median(exp_log_); }  // read + written
   const std::string& isa() const { return isa_name_; }
 
  private:
   struct Buffer;
+  void sample_streams(void (*kernel)(void*, const void*, size_t), std::vector<double>* rates);
   Isa isa_;
   std::string isa_name_;
   int64_t threads_;
   size_t scale_bytes_;
   int64_t scale_copies_;
   std::unique_ptr<Buffer> from_, to_, scaled_;
-  std::vector<double> fma_, copy_, scale_;
+  std::vector<double> fma_, copy_, scale_, exp_log_;
 };
 
 // The ISA whose peak judges a kernel row: its own; for portable rows the one in use, at least AVX2.

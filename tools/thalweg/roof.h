@@ -1,4 +1,4 @@
-// The machine's roofs, measured in this process: fp32 FMA, non-temporal copy, scale in place.
+// The machine's roofs, measured in this process: fp32 FMA, non-temporal copy, scale in place, exponentials and logarithms.
 #ifndef THALWEG_TOOLS_ROOF_H
 #define THALWEG_TOOLS_ROOF_H
 
@@ -13,12 +13,14 @@ double fma(int64_t rounds, float a, float b);  // returns a sum, so that nothing
 int64_t fma_flops_per_round();
 void copy(void* to, const void* from, size_t bytes);  // non-temporal stores; 64-byte aligned, bytes % 64 == 0
 void scale(void* data, size_t bytes, float factor);   // in place; same
+void exp_log(void* to, const void* from, size_t bytes);  // bf16: to = log(1 + exp(from)); as copy
 }  // namespace avx2
 namespace avx512 {
 double fma(int64_t rounds, float a, float b);
 int64_t fma_flops_per_round();
 void copy(void* to, const void* from, size_t bytes);
 void scale(void* data, size_t bytes, float factor);
+void exp_log(void* to, const void* from, size_t bytes);
 }  // namespace avx512
 
 }  // namespace thalweg::roof

@@ -1,6 +1,7 @@
 // roof_kernels – the loops whose rates are the roofs.
 //
-// Math     fma: x <- x * a + b in independent registers; copy: to <- from; scale: x <- x * factor
+// Math     fma: x <- x * a + b in independent registers; copy: to <- from; scale: x <- x * factor;
+//          exp_log: to <- log(1 + exp(from)) by the functions of simd.h, bf16 in and out
 // Shapes   flat arrays
 // Takes    64-byte aligned, a multiple of 64 bytes
 // Threads  one caller per thread, disjoint ranges
@@ -14,6 +15,8 @@
 #include "tools/thalweg/roof.h"
 
 #include <immintrin.h>
+
+#include "thalweg/cpu/simd.h"
 
 namespace thalweg::roof::THALWEG_ISA {
 namespace {
@@ -78,6 +81,14 @@ void scale(void* data, size_t bytes, float factor) {
 #pragma GCC unroll 2
     for (int j = 0; j < kLine; ++j) store(x + i + j * kFloats, mul(load(x + i + j * kFloats), s));
   }
+}
+
+void exp_log(void* to, const void* from, size_t bytes) {
+  uint16_t* t = static_cast<uint16_t*>(to);
+  const uint16_t* f = static_cast<const uint16_t*>(from);
+  for (size_t i = 0; i < bytes / 2; i += 2 * size_t(kLanes))
+    stream_bf16(t + i, log1p(exp(load_bf16(f + i))), log1p(exp(load_bf16(f + i + kLanes))));
+  _mm_sfence();
 }
 
 }  // namespace thalweg::roof::THALWEG_ISA

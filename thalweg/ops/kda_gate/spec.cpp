@@ -46,7 +46,10 @@ testing::Work work(const Case& c) {
     if (testing::is_present(c, *field))
       w.bytes += double(testing::count(testing::shape_in(c, *field))) *
                  double(thalweg_dtype_bytes(testing::dtype_in(c, *field)));
-  w.roof = "copy";
+  // In float32 a copy bounds it; 16 bits in and out, the functions do.
+  const thalweg_field* output = testing::find_field(*c.pass, "g");
+  const bool half = output && thalweg_dtype_bytes(testing::dtype_in(c, *output)) == 2 && thalweg_dtype_bytes(c.dtype) == 2;
+  w.roof = half ? "exp_log" : "copy";
   return w;
 }
 
