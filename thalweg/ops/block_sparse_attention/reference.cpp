@@ -10,6 +10,7 @@
 // Whole heads run side by side, each alone in its memory, so the sums' order is fixed.
 #include "thalweg/ops/block_sparse_attention/reference.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -23,6 +24,9 @@ namespace {
 
 using Fwd = thalweg_block_sparse_attention_fwd_args;
 using Bwd = thalweg_block_sparse_attention_bwd_args;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int64_t kFew = 32;  // queries and keys that are taken together
 
 double* at(const thalweg_tensor& t, int64_t i, int64_t j, int64_t k) {
   return static_cast<double*>(t.data) + i * t.stride[0] + j * t.stride[1] + k * t.stride[2];
@@ -80,18 +84,22 @@ struct Scene {
     return present(args.k_lens) ? int_at(args.k_lens, n) : S;
   }
 
-  // The keys that query t of head h in sequence n sees.
-  void visible(int64_t n, int64_t h, int64_t t, std::vector<int64_t>* list) const {
+  // Whether query i of head h in sequence n sees key j.
+  bool sees(int64_t n, int64_t h, int64_t i, int64_t j) const {
     const thalweg_tensor& mask = args.block_mask;
     const int64_t HM = mask.shape[1], hm = HM == H ? h : HM == 1 ? 0 : h / (H / HK);
-    const auto* row = static_cast<const uint8_t*>(mask.data) + n * mask.stride[0] + hm * mask.stride[1] +
-                      t / block_q * mask.stride[2];
-    list->clear();
-    for (int64_t j = 0; j < keys(n); ++j) {
-      if (row[j / block_k * mask.stride[3]] == 0) continue;
-      if (args.causal && j > t + keys(n) - queries(n)) continue;
-      list->push_back(j);
-    }
+    const uint8_t kept = static_cast<const uint8_t*>(mask.data)[n * mask.stride[0] + hm * mask.stride[1] +
+                                                                i / block_q * mask.stride[2] + j / block_k * mask.stride[3]];
+    return kept != 0 && (!args.causal || j <= i + keys(n) - queries(n));
+  }
+  // Calls body(i, j) for every pair of queries [begin, end) and keys that is seen. Keys rise for each query; a few of
+  // them are taken by all queries before the next few, which changes no sum's order and keeps them in the cache.
+  template <class Body>
+  void each_pair(int64_t n, int64_t h, int64_t begin, int64_t end, Body&& body) const {
+    for (int64_t j0 = 0; j0 < keys(n); j0 += kFew)
+      for (int64_t i = begin; i < end; ++i)
+        for (int64_t j = j0; j < std::min(keys(n), j0 + kFew); ++j)
+          if (sees(n, h, i, j)) body(i, j);
   }
 };
 
@@ -100,60 +108,76 @@ void in_parallel(int64_t n, Body&& body) {
   pool_parallel_for(nullptr, n, [](void* arg, int64_t i) { (*static_cast<Body*>(arg))(i); }, &body);
 }
 
-void forward_head(const Scene<Fwd>& scene, int64_t n, int64_t h) {
+// Queries [begin, end) of head h in sequence n.
+void forward(const Scene<Fwd>& scene, int64_t n, int64_t h, int64_t begin, int64_t end) {
   const Fwd& a = scene.args;
-  const int64_t b = scene.batch(n), hk = h / (scene.H / scene.HK);
-  std::vector<int64_t> list;
-  std::vector<double> s;
-  for (int64_t i = 0; i < scene.queries(n); ++i) {
-    const int64_t t = scene.first_query(n) + i, first = scene.first_key(n);
-    scene.visible(n, h, i, &list);
-    const bool sink = present(a.sink);
-    const double z = sink ? static_cast<const double*>(a.sink.data)[h * a.sink.stride[0]] : 0;
-    double m = sink ? z : -std::numeric_limits<double>::infinity();
-    s.clear();
-    for (int64_t j : list) s.push_back(scene.scale * dot(at(a.q, b, t, h), at(a.k, b, first + j, hk), scene.K));
-    for (double x : s) m = std::max(m, x);
-    double l = sink ? std::exp(z - m) : 0;
-    for (double& x : s) l += x = std::exp(x - m);
-    const bool sees = sink || !list.empty();
-    double* o = at(a.o, b, t, h);
-    for (size_t e = 0; e < list.size(); ++e) axpy(s[e] / l, at(a.v, b, first + list[e], hk), scene.V, o);
-    if (present(a.lse)) *at(a.lse, b, t, h) = sees ? m + std::log(l) : -std::numeric_limits<double>::infinity();
-    if (present(a.row_max)) *at(a.row_max, b, t, h) = sees ? m : 0;
-    if (present(a.row_sum)) *at(a.row_sum, b, t, h) = sees ? l : 0;
+  const int64_t b = scene.batch(n), hk = h / (scene.H / scene.HK), keys = scene.keys(n);
+  const int64_t t0 = scene.first_query(n), first = scene.first_key(n);
+  const bool sink = present(a.sink);
+  const double z = sink ? static_cast<const double*>(a.sink.data)[h * a.sink.stride[0]] : -kInfinity;
+  std::vector<double> s(size_t((end - begin) * keys), -kInfinity), m(size_t(end - begin), z), l(m.size());
+  auto score = [&](int64_t i, int64_t j) -> double& { return s[size_t((i - begin) * keys + j)]; };
+  std::vector<char> sees(m.size(), sink);
+  scene.each_pair(n, h, begin, end, [&](int64_t i, int64_t j) {
+    score(i, j) = scene.scale * dot(at(a.q, b, t0 + i, h), at(a.k, b, first + j, hk), scene.K);
+    m[size_t(i - begin)] = std::max(m[size_t(i - begin)], score(i, j));
+    sees[size_t(i - begin)] = 1;
+  });
+  for (int64_t i = begin; i < end; ++i) l[size_t(i - begin)] = sink ? std::exp(z - m[size_t(i - begin)]) : 0;
+  scene.each_pair(n, h, begin, end, [&](int64_t i, int64_t j) {
+    score(i, j) = std::exp(score(i, j) - m[size_t(i - begin)]);
+    l[size_t(i - begin)] += score(i, j);
+  });
+  scene.each_pair(n, h, begin, end, [&](int64_t i, int64_t j) {
+    axpy(score(i, j) / l[size_t(i - begin)], at(a.v, b, first + j, hk), scene.V, at(a.o, b, t0 + i, h));
+  });
+  for (int64_t i = begin; i < end; ++i) {
+    if (!sees[size_t(i - begin)]) continue;  // the outputs start as those of a query that sees nothing
+    const double top = m[size_t(i - begin)], sum = l[size_t(i - begin)];
+    if (present(a.lse)) *at(a.lse, b, t0 + i, h) = top + std::log(sum);
+    if (present(a.row_max)) *at(a.row_max, b, t0 + i, h) = top;
+    if (present(a.row_sum)) *at(a.row_sum, b, t0 + i, h) = sum;
   }
 }
 
-// Query head h of sequence n: its d_q, its part of d_k and d_v, and of d_sink, which is returned.
-double backward_head(const Scene<Bwd>& scene, int64_t n, int64_t h) {
+// Queries [begin, end) of head h in sequence n: their d_q, their part of d_k and d_v, and of d_sink, which is returned.
+double backward(const Scene<Bwd>& scene, int64_t n, int64_t h, int64_t begin, int64_t end) {
   const Bwd& a = scene.args;
   const int64_t b = scene.batch(n), hk = h / (scene.H / scene.HK);
-  std::vector<int64_t> list;
+  const int64_t t0 = scene.first_query(n), first = scene.first_key(n);
   const std::vector<double> none(size_t(scene.V), 0.0);
+  struct Row {
+    bool alive;
+    double m, l, L, delta;
+    const double* d_o;
+  };
+  std::vector<Row> rows;
   double d_sink = 0;
-  for (int64_t i = 0; i < scene.queries(n); ++i) {
-    const int64_t t = scene.first_query(n) + i, first = scene.first_key(n);
-    const bool has_l = present(a.lse);
-    const double m = has_l ? 0 : *at(a.row_max, b, t, h), l = has_l ? 1 : *at(a.row_sum, b, t, h);
-    const double L = has_l ? *at(a.lse, b, t, h) : m + std::log(l);
-    if (!std::isfinite(L) || l == 0) continue;  // sees nothing
-    const double* d_o = present(a.d_o) ? at(a.d_o, b, t, h) : none.data();
-    const double delta = dot(d_o, at(a.o, b, t, h), scene.V);
-    const double d_lse = present(a.d_lse) ? *at(a.d_lse, b, t, h) : 0;
-    scene.visible(n, h, i, &list);
-    for (int64_t j : list) {
-      const double *q = at(a.q, b, t, h), *k = at(a.k, b, first + j, hk);
-      const double s = scene.scale * dot(q, k, scene.K);
-      const double P = has_l ? std::exp(s - L) : std::exp(s - m) / l;
-      const double dS = P * (dot(d_o, at(a.v, b, first + j, hk), scene.V) - delta + d_lse);
-      if (present(a.d_q)) axpy(scene.scale * dS, k, scene.K, at(a.d_q, b, t, h));
-      if (present(a.d_k)) axpy(scene.scale * dS, q, scene.K, at(a.d_k, b, first + j, hk));
-      if (present(a.d_v)) axpy(P, d_o, scene.V, at(a.d_v, b, first + j, hk));
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t t = t0 + i;
+    Row row{};
+    row.m = present(a.lse) ? *at(a.lse, b, t, h) : *at(a.row_max, b, t, h);
+    row.l = present(a.lse) ? 1 : *at(a.row_sum, b, t, h);
+    row.L = row.m + std::log(row.l);
+    row.alive = std::isfinite(row.L) && row.l != 0;  // else it sees nothing
+    row.d_o = present(a.d_o) ? at(a.d_o, b, t, h) : none.data();
+    if (row.alive) {
+      row.delta = dot(row.d_o, at(a.o, b, t, h), scene.V) - (present(a.d_lse) ? *at(a.d_lse, b, t, h) : 0);
+      if (present(a.sink))
+        d_sink -= std::exp(static_cast<const double*>(a.sink.data)[h * a.sink.stride[0]] - row.L) * row.delta;
     }
-    if (present(a.sink))
-      d_sink += std::exp(static_cast<const double*>(a.sink.data)[h * a.sink.stride[0]] - L) * (d_lse - delta);
+    rows.push_back(row);
   }
+  scene.each_pair(n, h, begin, end, [&](int64_t i, int64_t j) {
+    const Row& row = rows[size_t(i - begin)];
+    if (!row.alive) return;
+    const double *q = at(a.q, b, t0 + i, h), *k = at(a.k, b, first + j, hk);
+    const double P = std::exp(scene.scale * dot(q, k, scene.K) - row.m) / row.l;
+    const double dS = P * (dot(row.d_o, at(a.v, b, first + j, hk), scene.V) - row.delta);
+    if (present(a.d_q)) axpy(scene.scale * dS, k, scene.K, at(a.d_q, b, t0 + i, h));
+    if (present(a.d_k)) axpy(scene.scale * dS, q, scene.K, at(a.d_k, b, first + j, hk));
+    if (present(a.d_v)) axpy(P, row.d_o, scene.V, at(a.d_v, b, first + j, hk));
+  });
   return d_sink;
 }
 
@@ -169,9 +193,12 @@ void fill(const thalweg_tensor& t, double x) {
 void reference_fwd(const void* args) {
   const Scene<Fwd> scene(*static_cast<const Fwd*>(args));
   zero(scene.args.o);
-  fill(scene.args.lse, -std::numeric_limits<double>::infinity());
+  fill(scene.args.lse, -kInfinity);
   zero(scene.args.row_max), zero(scene.args.row_sum);
-  in_parallel(scene.N * scene.H, [&](int64_t i) { forward_head(scene, i / scene.H, i % scene.H); });
+  in_parallel(scene.N * scene.H, [&](int64_t i) {
+    const int64_t n = i / scene.H, queries = scene.queries(n);
+    for (int64_t t = 0; t < queries; t += kFew) forward(scene, n, i % scene.H, t, std::min(queries, t + kFew));
+  });
 }
 
 void reference_bwd(const void* args) {
@@ -180,7 +207,10 @@ void reference_bwd(const void* args) {
   std::vector<double> d_sink(size_t(scene.N * scene.H));
   const int64_t G = scene.H / scene.HK;
   in_parallel(scene.N * scene.HK, [&](int64_t i) {
-    for (int64_t g = 0; g < G; ++g) d_sink[size_t(i * G + g)] = backward_head(scene, i / scene.HK, i % scene.HK * G + g);
+    const int64_t n = i / scene.HK, queries = scene.queries(n);
+    for (int64_t g = 0; g < G; ++g)
+      for (int64_t t = 0; t < queries; t += kFew)
+        d_sink[size_t(i * G + g)] += backward(scene, n, i % scene.HK * G + g, t, std::min(queries, t + kFew));
   });
   if (!present(scene.args.d_sink)) return;
   for (int64_t i = 0; i < scene.N * scene.H; ++i)
