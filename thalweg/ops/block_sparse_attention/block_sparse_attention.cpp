@@ -27,8 +27,8 @@ constexpr const char* kDocMask = "not 0 keeps a block of block_q queries x block
 constexpr const char* kDocSink = "a logit per head that joins the softmax and has no value; absent: none";
 constexpr const char* kDocCu = "borders of the packed queries of a batch of one; rows past the last are written as 0";
 constexpr const char* kDocCuK = "borders of the packed keys, exactly when cu_seqlens is there";
-constexpr const char* kDocQLens = "query tokens of each row of the batch; absent: T; rows past them are written as 0";
-constexpr const char* kDocKLens = "key tokens of each row of the batch; absent: S";
+constexpr const char* kDocQLens = "query tokens in use of each sequence; absent: all; rows past them are written as 0";
+constexpr const char* kDocKLens = "key tokens in use of each sequence; absent: all";
 constexpr const char* kDocScale = "factor of q k; 0: K^-0.5";
 constexpr const char* kDocBlockQ = "query tokens of a block; 0: 128";
 constexpr const char* kDocBlockK = "key tokens of a block; 0: 128";
@@ -49,8 +49,8 @@ constexpr thalweg_field kFwdFields[] = {
     tensor_field("sink", THALWEG_IN, offsetof(Fwd, sink), true, "H", kFloats, THALWEG_ANY, kDocSink),
     tensor_field("cu_seqlens", THALWEG_IN, offsetof(Fwd, cu_seqlens), true, "N+1", kInts, THALWEG_ROWS, kDocCu),
     tensor_field("cu_seqlens_k", THALWEG_IN, offsetof(Fwd, cu_seqlens_k), true, "N+1", kInts, THALWEG_ROWS, kDocCuK),
-    tensor_field("q_lens", THALWEG_IN, offsetof(Fwd, q_lens), true, "B", kInts, THALWEG_ROWS, kDocQLens),
-    tensor_field("k_lens", THALWEG_IN, offsetof(Fwd, k_lens), true, "B", kInts, THALWEG_ROWS, kDocKLens),
+    tensor_field("q_lens", THALWEG_IN, offsetof(Fwd, q_lens), true, "N", kInts, THALWEG_ROWS, kDocQLens),
+    tensor_field("k_lens", THALWEG_IN, offsetof(Fwd, k_lens), true, "N", kInts, THALWEG_ROWS, kDocKLens),
     tensor_field("o", THALWEG_OUT, offsetof(Fwd, o), false, "B T H V", "=q", THALWEG_ROWS,
                  "outputs; 0 where a query sees no key"),
     tensor_field("lse", THALWEG_OUT, offsetof(Fwd, lse), true, "B T H", kStatistics, THALWEG_ANY,
@@ -74,8 +74,8 @@ constexpr thalweg_field kBwdFields[] = {
     tensor_field("sink", THALWEG_IN, offsetof(Bwd, sink), true, "H", kFloats, THALWEG_ANY, kDocSink),
     tensor_field("cu_seqlens", THALWEG_IN, offsetof(Bwd, cu_seqlens), true, "N+1", kInts, THALWEG_ROWS, kDocCu),
     tensor_field("cu_seqlens_k", THALWEG_IN, offsetof(Bwd, cu_seqlens_k), true, "N+1", kInts, THALWEG_ROWS, kDocCuK),
-    tensor_field("q_lens", THALWEG_IN, offsetof(Bwd, q_lens), true, "B", kInts, THALWEG_ROWS, kDocQLens),
-    tensor_field("k_lens", THALWEG_IN, offsetof(Bwd, k_lens), true, "B", kInts, THALWEG_ROWS, kDocKLens),
+    tensor_field("q_lens", THALWEG_IN, offsetof(Bwd, q_lens), true, "N", kInts, THALWEG_ROWS, kDocQLens),
+    tensor_field("k_lens", THALWEG_IN, offsetof(Bwd, k_lens), true, "N", kInts, THALWEG_ROWS, kDocKLens),
     tensor_field("o", THALWEG_IN, offsetof(Bwd, o), false, "B T H V", "=q", THALWEG_ROWS, "outputs of fwd"),
     tensor_field("lse", THALWEG_IN, offsetof(Bwd, lse), true, "B T H", kStatistics, THALWEG_ANY,
                  "of fwd; not finite: the query sees nothing; absent: row_max and row_sum instead"),
@@ -110,63 +110,30 @@ constexpr thalweg_pass kPasses[] = {
 
 // ---- Checks ----
 
-// cu: `N+1` offsets into an axis of `total` rows. Returns the longest sequence.
-int64_t check_offsets(const thalweg_pass& pass, const char* name, const thalweg_tensor& cu, const char* axis,
-                      int64_t total, const char* from) {
-  const int64_t N = cu.shape[0] - 1;
-  int64_t longest = 0;
-  if (int_at(cu, 0) != 0) fail_field(pass, name, "element 0, got %lld, expected 0", ll(int_at(cu, 0)));
-  for (int64_t n = 0; n < N; ++n) {
-    const int64_t begin = int_at(cu, n), end = int_at(cu, n + 1);
-    if (end < begin)
-      fail_field(pass, name, "element %lld, got %lld, expected at least %lld (element %lld)", ll(n + 1), ll(end),
-                 ll(begin), ll(n));
-    longest = std::max(longest, end - begin);
-  }
-  if (int_at(cu, N) > total)
-    fail_field(pass, name, "element %lld, got %lld, expected at most %s = %lld (from %s)", ll(N), ll(int_at(cu, N)),
-               axis, ll(total), from);
-  return longest;
-}
-
-// Lengths of the rows of a padded batch. Returns the longest.
-int64_t check_lengths(const thalweg_pass& pass, const char* name, const thalweg_tensor& lens, const char* axis,
-                      int64_t total, const char* from) {
-  int64_t longest = 0;
-  for (int64_t b = 0; b < lens.shape[0]; ++b) {
-    const int64_t length = int_at(lens, b);
-    if (length < 0 || length > total)
-      fail_field(pass, name, "element %lld, got %lld, expected 0 to %s = %lld (from %s)", ll(b), ll(length), axis,
-                 ll(total), from);
-    longest = std::max(longest, length);
-  }
-  return longest;
+// The longest of N sequences, by their lengths, else by their borders, else `all`.
+int64_t longest(int64_t N, const thalweg_tensor& lengths, const thalweg_tensor& borders, int64_t all) {
+  if (!present(lengths) && !present(borders)) return all;
+  int64_t most = 0;
+  for (int64_t n = 0; n < N; ++n)
+    most = std::max(most, present(lengths) ? int_at(lengths, n) : int_at(borders, n + 1) - int_at(borders, n));
+  return most;
 }
 
 template <class Args>
-void check_sequences_of(const thalweg_pass& pass, const Args& args, Binding binding, Problem* p) {
+void check_tokens(const thalweg_pass& pass, const Args& args, const Sizes& sizes, Binding binding, Problem* p) {
   const thalweg_tensor &cu = args.cu_seqlens, &cu_k = args.cu_seqlens_k;
   p->packed = present(cu);
   if (present(cu) != present(cu_k))
     fail_field(pass, present(cu) ? "cu_seqlens_k" : "cu_seqlens", "missing, expected [N+1] beside %s",
                present(cu) ? "cu_seqlens" : "cu_seqlens_k");
+  check_sequences(pass, sizes, cu, binding);
   p->longest_q = p->T, p->longest_k = p->S;
-  if (!p->packed) {
-    if (p->N != p->B)
-      fail_field(pass, "block_mask", "N, got %lld, expected %lld (from q: B)", ll(p->N), ll(p->B));
-    if (binding == Binding::kRun && present(args.q_lens))
-      p->longest_q = check_lengths(pass, "q_lens", args.q_lens, "T", p->T, "q");
-    if (binding == Binding::kRun && present(args.k_lens))
-      p->longest_k = check_lengths(pass, "k_lens", args.k_lens, "S", p->S, "k");
-    return;
-  }
-  if (p->B != 1)
-    fail_field(pass, "cu_seqlens", "got packed sequences with B = %lld, expected B = 1 (from q)", ll(p->B));
-  for (const auto& [name, lens] : {std::pair{"q_lens", &args.q_lens}, {"k_lens", &args.k_lens}})
-    if (present(*lens)) fail_field(pass, name, "got lengths beside cu_seqlens, expected one of the two");
   if (binding == Binding::kQuery) return;
-  p->longest_q = check_offsets(pass, "cu_seqlens", cu, "T", p->T, "q");
-  p->longest_k = check_offsets(pass, "cu_seqlens_k", cu_k, "S", p->S, "k");
+  if (p->packed) check_borders(pass, "cu_seqlens_k", cu_k, "S", sizes);
+  check_lengths(pass, "q_lens", args.q_lens, cu, p->T);
+  check_lengths(pass, "k_lens", args.k_lens, cu_k, p->S);
+  p->longest_q = longest(p->N, args.q_lens, cu, p->T);
+  p->longest_k = longest(p->N, args.k_lens, cu_k, p->S);
 }
 
 // The mask's blocks cover every token; `longest` is exact in a run only.
@@ -207,7 +174,7 @@ Problem check_both(const thalweg_pass& pass, const Args& args, const Sizes& size
   p.block_q = checked_block(pass, "block_q", args.block_q, p.T);
   p.block_k = checked_block(pass, "block_k", args.block_k, p.S);
   p.scale = args.scale == 0 ? 1 / std::sqrt(double(p.K)) : args.scale;
-  check_sequences_of(pass, args, binding, &p);
+  check_tokens(pass, args, sizes, binding, &p);
   if (binding == Binding::kRun || !p.packed) {
     check_cover(pass, "NQ", p.NQ, p.block_q, p.longest_q, "queries");
     check_cover(pass, "NK", p.NK, p.block_k, p.longest_k, "keys");
@@ -272,27 +239,35 @@ constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
 constexpr Pass<Problem, Fwd> kFwd = {&kPasses[0], check_fwd, kFwdKernels, std::size(kFwdKernels)};
 constexpr Pass<Problem, Bwd> kBwd = {&kPasses[1], check_bwd, kBwdKernels, std::size(kBwdKernels)};
 
+// Where sequence n lies, rows that are not in use among them.
 template <class Args>
-Item item_of(const Problem& p, const Args& args, int64_t n) {
-  if (!p.packed)
-    return {n, 0, present(args.q_lens) ? int_at(args.q_lens, n) : p.T, 0,
-            present(args.k_lens) ? int_at(args.k_lens, n) : p.S};
+Item place_of(const Problem& p, const Args& args, int64_t n) {
+  if (!p.packed) return {n, 0, p.T, 0, p.S};
   const int64_t q = int_at(args.cu_seqlens, n), k = int_at(args.cu_seqlens_k, n);
   return {0, q, int_at(args.cu_seqlens, n + 1) - q, k, int_at(args.cu_seqlens_k, n + 1) - k};
 }
 
 template <class Args>
+Item item_of(const Problem& p, const Args& args, int64_t n) {
+  Item item = place_of(p, args, n);
+  if (present(args.q_lens)) item.q_len = int_at(args.q_lens, n);
+  if (present(args.k_lens)) item.k_len = int_at(args.k_lens, n);
+  return item;
+}
+
+template <class Args>
 Rest rest_of(const Problem& p, const Args& args, int64_t i) {
-  if (p.packed) return {0, int_at(args.cu_seqlens, p.N), p.T, int_at(args.cu_seqlens_k, p.N), p.S};
-  const Item item = item_of(p, args, i);
-  return {i, item.q_len, p.T, item.k_len, p.S};
+  if (i == p.N) return {0, int_at(args.cu_seqlens, p.N), p.T, int_at(args.cu_seqlens_k, p.N), p.S};
+  const Item place = place_of(p, args, i), item = item_of(p, args, i);
+  return {place.batch, place.q_begin + item.q_len, place.q_begin + place.q_len, place.k_begin + item.k_len,
+          place.k_begin + place.k_len};
 }
 
 }  // namespace
 
 Item item_at(const Problem& p, const Fwd& args, int64_t n) { return item_of(p, args, n); }
 Item item_at(const Problem& p, const Bwd& args, int64_t n) { return item_of(p, args, n); }
-int64_t num_rests(const Problem& p) { return p.packed ? 1 : p.N; }
+int64_t num_rests(const Problem& p) { return p.N + p.packed; }
 Rest rest_at(const Problem& p, const Fwd& args, int64_t i) { return rest_of(p, args, i); }
 Rest rest_at(const Problem& p, const Bwd& args, int64_t i) { return rest_of(p, args, i); }
 

@@ -8,9 +8,9 @@
 // All logarithms are natural. A query that sees no key has o = 0 and L = sink, or -inf without one. Query head h
 // reads key/value head h / (H / HK), and head h, h / (H / HK) or 0 of the mask, as its HM is H, HK or 1.
 //
-// Sequences: each of the B rows is one (padded with q_lens, k_lens), or B is 1 and cu_seqlens and cu_seqlens_k pack N
-// of them; T and S of the formulas are then the sequence's own lengths. Rows past a length are never read, and are 0
-// in o and every gradient.
+// Sequences: each of the B rows is one, or B is 1 and cu_seqlens and cu_seqlens_k pack N of them. Of each the first
+// q_lens queries and k_lens keys are in use, all without these. T and S of the formulas are the sequence's own numbers
+// of tokens in use. Rows that no sequence uses are never read, and are 0 in o and every gradient.
 //
 // Dtypes: q, k, v, o, d_o and their gradients share one of f64, f32, bf16, f16; arithmetic is float32 (float64 where q
 // is). Strides: q, k, v, o and their gradients have a contiguous last axis, so [B H T K] memory is a view with two
@@ -36,8 +36,8 @@ typedef struct thalweg_block_sparse_attention_fwd_args {
   thalweg_tensor sink;          // [H], optional: a logit that joins every softmax of its head and has no value
   thalweg_tensor cu_seqlens;    // [N+1] i32 or i64, optional; then B == 1: borders of the packed queries
   thalweg_tensor cu_seqlens_k;  // [N+1] i32 or i64, exactly when cu_seqlens is: borders of the packed keys
-  thalweg_tensor q_lens;        // [B] i32 or i64, optional: query tokens of each row of the batch; absent: T
-  thalweg_tensor k_lens;        // [B] i32 or i64, optional: key tokens of each row of the batch; absent: S
+  thalweg_tensor q_lens;        // [N] i32 or i64, optional: query tokens in use of each sequence; absent: all
+  thalweg_tensor k_lens;        // [N] i32 or i64, optional: key tokens in use of each sequence; absent: all
   thalweg_tensor o;             // out [B T H V]
   thalweg_tensor lse;           // out [B T H] f32 (f64 where q is), optional: L
   thalweg_tensor row_max;       // out [B T H], as lse, optional: m = max(s_j, sink); 0 where a query sees nothing
@@ -58,8 +58,8 @@ typedef struct thalweg_block_sparse_attention_bwd_args {
   thalweg_tensor sink;          // [H], optional
   thalweg_tensor cu_seqlens;    // [N+1] i32 or i64, optional; then B == 1
   thalweg_tensor cu_seqlens_k;  // [N+1] i32 or i64, exactly when cu_seqlens is
-  thalweg_tensor q_lens;        // [B] i32 or i64, optional
-  thalweg_tensor k_lens;        // [B] i32 or i64, optional
+  thalweg_tensor q_lens;        // [N] i32 or i64, optional
+  thalweg_tensor k_lens;        // [N] i32 or i64, optional
   thalweg_tensor o;             // [B T H V]
   // [B T H], optional: L; or row_max and row_sum instead. A query whose L is not finite or whose row_sum is 0 counts as
   // one that sees nothing, so every convention for such queries (-inf, +inf, NaN, (0, 0)) is understood.

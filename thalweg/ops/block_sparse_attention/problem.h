@@ -27,7 +27,7 @@ struct Item {
 Item item_at(const Problem&, const thalweg_block_sparse_attention_fwd_args&, int64_t n);
 Item item_at(const Problem&, const thalweg_block_sparse_attention_bwd_args&, int64_t n);
 
-// Rows that belong to no sequence, to be written as 0: num_rests() ranges of queries and of keys.
+// Rows that are in use by no sequence, to be written as 0: num_rests() ranges of queries and of keys.
 struct Rest {
   int64_t batch, q_begin, q_end, k_begin, k_end;
 };

@@ -76,12 +76,12 @@ struct Scene {
   int64_t first_query(int64_t n) const { return packed() ? int_at(args.cu_seqlens, n) : 0; }
   int64_t first_key(int64_t n) const { return packed() ? int_at(args.cu_seqlens_k, n) : 0; }
   int64_t queries(int64_t n) const {
-    if (packed()) return int_at(args.cu_seqlens, n + 1) - first_query(n);
-    return present(args.q_lens) ? int_at(args.q_lens, n) : T;
+    if (present(args.q_lens)) return int_at(args.q_lens, n);
+    return packed() ? int_at(args.cu_seqlens, n + 1) - first_query(n) : T;
   }
   int64_t keys(int64_t n) const {
-    if (packed()) return int_at(args.cu_seqlens_k, n + 1) - first_key(n);
-    return present(args.k_lens) ? int_at(args.k_lens, n) : S;
+    if (present(args.k_lens)) return int_at(args.k_lens, n);
+    return packed() ? int_at(args.cu_seqlens_k, n + 1) - first_key(n) : S;
   }
 
   // Whether query i of head h in sequence n sees key j.

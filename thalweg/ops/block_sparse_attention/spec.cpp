@@ -53,22 +53,26 @@ Pattern pattern_of(const Case& c) {
   return {name, number};
 }
 
-std::vector<int64_t> lengths_knob(const Case& c, const char* knob, const char* size, const char* tensor) {
-  std::vector<int64_t> lengths;
-  const int64_t B = c.size("B"), most = c.size(size);
+// Tokens in use of each sequence: of its queries or of its keys.
+std::vector<int64_t> lengths(const Case& c, bool queries) {
+  const bool packed = c.has("varlen") || c.has("cu_seqlens");
+  const char *knob = queries ? "lens_q" : "lens_k", *tensor = queries ? "q_lens" : "k_lens";
+  std::vector<int64_t> tokens(size_t(c.size("N")), c.size(queries ? "T" : "S"));
+  if (packed) tokens = queries ? testing::lengths_of(c) : testing::key_lengths_of(c);
+  tokens.resize(size_t(c.size("N")));
+  if (!c.has(tensor)) return tokens;
   auto it = c.options.find(knob);
-  if (it == c.options.end()) {  // rows of different lengths
-    for (int64_t b = 0; b < B; ++b) lengths.push_back(c.has(tensor) ? most - std::min(b, most) : most);
-    return lengths;
+  const std::vector<std::string> words = it == c.options.end() ? std::vector<std::string>{} : testing::split(it->second, '+');
+  for (size_t n = 0; n < tokens.size(); ++n) {
+    int64_t wanted = tokens[n] - int64_t(n);  // sequences of different lengths
+    if (n < words.size()) {
+      char* end = nullptr;
+      wanted = std::strtoll(words[n].c_str(), &end, 10);
+      if (words[n].empty() || *end || wanted < 0) bad_knob(c, knob, "lengths of 0 or more joined by +");
+    }
+    tokens[n] = std::clamp<int64_t>(wanted, 0, tokens[n]);
   }
-  for (const std::string& word : testing::split(it->second, '+')) {
-    char* end = nullptr;
-    const long long n = std::strtoll(word.c_str(), &end, 10);
-    if (word.empty() || *end || n < 0 || n > most) bad_knob(c, knob, std::string("lengths of 0 to ") + size);
-    lengths.push_back(n);
-  }
-  lengths.resize(size_t(B), most);  // B may have been changed since
-  return lengths;
+  return tokens;
 }
 
 void complete(Case& c) {
@@ -89,7 +93,7 @@ void complete(Case& c) {
   if (c.has("lens_q")) c.options.try_emplace("q_lens", "");
   if (c.has("lens_k")) c.options.try_emplace("k_lens", "");
   pattern_of(c);
-  lengths_knob(c, "lens_q", "T", "q_lens"), lengths_knob(c, "lens_k", "S", "k_lens");
+  lengths(c, true), lengths(c, false);
   if (!std::isfinite(c.number("dscale", 1))) bad_knob(c, "dscale", "a finite number");
   if (!std::isfinite(c.number("amp", 1))) bad_knob(c, "amp", "a finite number");
 }
@@ -188,7 +192,6 @@ void fill_forward(const Case& c, std::map<std::string, Values>& inputs) {
   if (inputs.count("cu_seqlens_k")) args.cu_seqlens_k = cu_k.view(inputs.at("cu_seqlens_k"), THALWEG_I64);
   if (inputs.count("q_lens")) args.q_lens = q_lens.view(inputs.at("q_lens"), THALWEG_I64);
   if (inputs.count("k_lens")) args.k_lens = k_lens.view(inputs.at("k_lens"), THALWEG_I64);
-  if (inputs.count("cu_seqlens") != inputs.count("cu_seqlens_k")) return;  // the call refuses it
   args.o = tensor_of(o), args.lse = tensor_of(lse);
   args.row_max = tensor_of(row_max), args.row_sum = tensor_of(row_sum);
   args.scale = c.number("scale", 0);
@@ -216,33 +219,22 @@ void fill(const Case& c, std::map<std::string, Values>& inputs, Random& random) 
     }
   }
   inputs.at("block_mask") = make_mask(c);
-  for (const auto& [name, knob, size] : {std::tuple{"q_lens", "lens_q", "T"}, {"k_lens", "lens_k", "S"}}) {
-    if (!inputs.count(name)) continue;
-    const std::vector<int64_t> lengths = lengths_knob(c, knob, size, name);
-    inputs.at(name).data.assign(lengths.begin(), lengths.end());
+  for (bool queries : {true, false}) {
+    auto it = inputs.find(queries ? "q_lens" : "k_lens");
+    const std::vector<int64_t> used = lengths(c, queries);
+    if (it != inputs.end()) it->second.data.assign(used.begin(), used.end());
   }
   if (is_bwd(c)) fill_forward(c, inputs);
 }
 
 // ---- Work ----
 
-std::vector<int64_t> packed_lengths(const Case& c, const char* knob, const char* size) {
-  if (std::string_view(knob) == "varlen") return testing::lengths_of(c);
-  std::vector<int64_t> lengths;
-  auto it = c.options.find(knob);
-  if (it != c.options.end() && !it->second.empty())
-    for (const std::string& word : testing::split(it->second, '+')) lengths.push_back(std::stoll(word));
-  lengths.resize(size_t(c.size("N")), it == c.options.end() ? c.size(size) / std::max<int64_t>(1, c.size("N")) : 0);
-  return lengths;
-}
-
 // (query, key) pairs that are seen, over all heads.
 double count_pairs(const Case& c) {
   const int64_t N = c.size("N"), HM = c.size("HM"), NQ = c.size("NQ"), NK = c.size("NK");
   const int64_t bq = block_of(c, "block_q"), bk = block_of(c, "block_k");
-  const bool packed = c.has("varlen") || c.has("cu_seqlens"), causal = c.number("causal", 0) != 0;
-  const std::vector<int64_t> q = packed ? packed_lengths(c, "varlen", "T") : lengths_knob(c, "lens_q", "T", "q_lens");
-  const std::vector<int64_t> k = packed ? packed_lengths(c, "varlen_k", "S") : lengths_knob(c, "lens_k", "S", "k_lens");
+  const bool causal = c.number("causal", 0) != 0;
+  const std::vector<int64_t> q = lengths(c, true), k = lengths(c, false);
   const Values mask = make_mask(c);
   double pairs = 0;
   for (int64_t n = 0; n < N; ++n)
@@ -298,7 +290,7 @@ constexpr const char* kKnobs =
     "with one block of every row kept); "
     "holes: the second row and the first column of every mask are emptied; "
     "mask_value: the byte of a kept block; "
-    "lens_q: query tokens of each row of the batch, joined by +; "
+    "lens_q: query tokens in use of each sequence, joined by +; "
     "lens_k: key tokens likewise; "
     "uniform: inputs uniform in (-1, 1) instead of normal; "
     "amp: factor of q, k and v; "
