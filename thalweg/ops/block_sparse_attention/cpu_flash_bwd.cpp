@@ -49,6 +49,7 @@ struct Scratch {
   float* lines;               // [kLanes][pitch]: rows on their way to columns
   float *q_t, *q;             // Q^T scale log2(e): panels [K][kPanel]; Q: panels [rows][kPanel]
   float *d_o_t, *d_o;         // likewise with V
+  float* o_t;                 // panel [V][kPanel]: kLanes columns of O^T
   float *s, *d_s;             // [kKeys][score_row]: scores, then P; V dO^T, then dS
   float *k_rows, *k, *v_rows; // [kKeys][pitch]; panels [kKeys][kPanel]; [kKeys][pitch]
   float* d_q;                 // [rows][K in panels]
@@ -64,6 +65,7 @@ struct Scratch {
     lines = carver->floats(kLanes * pitch);
     q_t = carver->floats(rows * p.K), q = carver->floats(rows * q_row);
     d_o_t = carver->floats(rows * p.V), d_o = carver->floats(rows * o_row);
+    o_t = carver->floats(kPanel * p.V);
     s = carver->floats(kKeys * s_row), d_s = carver->floats(kKeys * s_row);
     k_rows = carver->floats(kKeys * pitch), k = carver->floats(kKeys * q_row), v_rows = carver->floats(kKeys * pitch);
     d_q = carver->floats(rows * q_row);
@@ -121,51 +123,49 @@ struct Tile {
   }
   bool is_dead(int64_t r) const { return x.L[r] == infinity(); }
 
-  // L and delta; returns the tile's part of d_sink.
-  double read_statistics() const {
-    const Args& a = call.args;
+  // Queries [r, r + kLanes) of a tensor as columns of `panels`; those that see nothing are 0.
+  void columns_of(const thalweg_tensor& t, int64_t r, int64_t width, float factor, float* panels, int64_t column,
+                  bool there) const {
+    const int64_t rows = queries.rows - r < kLanes ? queries.rows - r : kLanes;
+    read_rows(t, item, h, queries.t + r, rows, width, x.lines, x.pitch,
+              [&](int64_t i) { return !there || is_dead(i - queries.t); });
+    rows_to_columns(x.lines, x.pitch, rows, width, factor, panels, column);
+  }
+  // The rows that columns_of() read, as rows of panels.
+  void rows_of(int64_t r, int64_t width, float* panels) const {
+    for (int64_t i = 0; i < kLanes && r + i < queries.rows; ++i)
+      row_to_panels_of<F32>(x.lines + i * x.pitch, width, panels + (r + i) * kPanel, x.rows * kPanel);
+  }
+
+  // Reads the queries, L and delta; returns the tile's part of d_sink.
+  double start() const {
     const Problem& p = call.p;
+    const Args& a = call.args;
     double d_sink = 0;
     float z = 0;
     if (is_there(a.d_sink)) read_strided(a.sink.dtype, element_at(a.sink, h), 0, 1, &z);
-    for (int64_t r = 0; r < x.rows; ++r) x.L[r] = infinity(), x.delta[r] = 0;
+    for (int64_t r = 0; r < x.rows; ++r)
+      x.L[r] = r < queries.rows ? log_sum(item.q_begin + queries.t + r) : infinity();
+    for (int64_t r = 0; r < columns; r += kLanes) {
+      columns_of(a.q, r, p.K, float(p.scale) * kLog2e, x.q_t, r, true);
+      rows_of(r, p.K, x.q);
+      columns_of(a.d_o, r, p.V, 1.f, x.d_o_t, r, p.has_d_o);
+      rows_of(r, p.V, x.d_o);
+      columns_of(a.o, r, p.V, 1.f, x.o_t, 0, p.has_d_o);
+      // In the order of the product V dO^T: of a query that sees one key, whose o is v, the difference is exactly 0.
+      const float* d_o = x.d_o_t + r / kPanel * p.V * kPanel + r % kPanel;
+      vf delta = zero();
+      for (int64_t c = 0; c < p.V; ++c) delta = fma(load(x.o_t + c * kPanel), load(d_o + c * kPanel), delta);
+      store(x.delta + r, delta);
+    }
     for (int64_t r = 0; r < queries.rows; ++r) {
-      const int64_t t = item.q_begin + queries.t + r;
-      x.L[r] = log_sum(t);
       if (is_dead(r)) continue;
-      if (p.has_d_o) {
-        read_row(a.o.dtype, element_at(a.o, item.batch, t, h), p.V, x.lines);
-        read_row(a.d_o.dtype, element_at(a.d_o, item.batch, t, h), p.V, x.lines + x.pitch);
-        vf sum = zero();
-        for (int64_t c = 0; c < p.V; c += kLanes) {
-          const vf y = load(x.lines + c) * load(x.lines + x.pitch + c);
-          sum += p.V - c < kLanes ? first_n(p.V - c, y, zero()) : y;
-        }
-        x.delta[r] = hsum(sum);
-      }
+      const int64_t t = item.q_begin + queries.t + r;
       if (is_there(a.d_lse)) x.delta[r] -= *reinterpret_cast<float*>(element_at(a.d_lse, item.batch, t, h));
       if (is_there(a.d_sink)) d_sink -= __builtin_exp2(double(z) / kLn2 - double(x.L[r])) * double(x.delta[r]);
     }
-    return d_sink;
-  }
-
-  void start() const {
-    const Problem& p = call.p;
-    const Args& a = call.args;
-    for (int64_t r = 0; r < columns; r += kLanes) {
-      const int64_t rows = queries.rows - r < kLanes ? queries.rows - r : kLanes;
-      read_rows(a.q, item, h, queries.t + r, rows, p.K, x.lines, x.pitch,
-                [&](int64_t t) { return is_dead(t - queries.t); });
-      rows_to_columns(x.lines, x.pitch, rows, p.K, float(p.scale) * kLog2e, x.q_t, r);
-      for (int64_t i = 0; i < rows; ++i)
-        row_to_panels_of<F32>(x.lines + i * x.pitch, p.K, x.q + (r + i) * kPanel, x.rows * kPanel);
-      read_rows(a.d_o, item, h, queries.t + r, rows, p.V, x.lines, x.pitch,
-                [&](int64_t t) { return !p.has_d_o || is_dead(t - queries.t); });
-      rows_to_columns(x.lines, x.pitch, rows, p.V, 1.f, x.d_o_t, r);
-      for (int64_t i = 0; i < rows; ++i)
-        row_to_panels_of<F32>(x.lines + i * x.pitch, p.V, x.d_o + (r + i) * kPanel, x.rows * kPanel);
-    }
     memset(x.d_q, 0, size_t(queries.rows * x.q_row) * 4);
+    return d_sink;
   }
 
   void pack(const KeyTile& tile) const {
@@ -313,8 +313,7 @@ void head_task(void* arg, int64_t index, int64_t slot) {
       const Tile tile{call, item, queries, h, hk, x, sums, round_up(queries.rows, kLanes)};
       Walk walk = keys_of(p, mask, item, queries.t, queries.rows);
       KeyTile keys;
-      d_sink += tile.read_statistics();
-      tile.start();
+      d_sink += tile.start();
       while (keys.take(&walk)) tile.step(keys);
       tile.finish();
     }
