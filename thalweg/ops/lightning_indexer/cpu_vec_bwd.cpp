@@ -24,16 +24,19 @@ namespace {
 
 struct Slot {
   ListScratch list;
-  float* z;     // [heads][channels]
-  float* tile;  // [kBlockKeys][pitch.key]: keys, or sums
-  float* m;     // [kBlockKeys][heads]
+  float* dI;       // by visible entry
+  uint8_t* signs;  // [entries, whole blocks][heads / 8]
+  float* z;        // [heads][channels]
+  float* tile;     // [kBlockKeys][pitch.row]: keys, or sums
+  float* m;        // [kBlockKeys][heads]
 };
 
-// What the first phase leaves to the second, by row of the chunk.
+// What the first phase leaves to the second, by row of the chunk: the query and its entries, sorted by range of keys.
 struct Chunk {
-  float *dI, *queries, *weights;
+  float *queries, *weights;  // queries in panels of channels, [heads][2 kLanes] each
+  float* dI;
   uint8_t* signs;
-  int32_t *keys, *order, *begin;  // key of an entry; entries by range of keys, and where each range begins
+  int32_t *keys, *begin;     // rows of [B S][K]; where each range begins
 };
 
 int64_t num_ranges(const Problem& p) { return (p.B * p.S + key_range(p) - 1) / key_range(p); }
@@ -42,8 +45,10 @@ int64_t signs_of_row(const Problem& p) { return round_up(p.E, kBlockKeys) * (Pit
 void lay_out_slot(const Problem& p, Cutter* memory, Slot* out) {
   const Pitches pitch(p);
   lay_out_list(p, memory, &out->list);
+  out->dI = memory->take<float>(p.E);
+  out->signs = memory->take<uint8_t>(signs_of_row(p));
   out->z = memory->take<float>(pitch.heads * pitch.channels);
-  out->tile = memory->take<float>(kBlockKeys * pitch.key);
+  out->tile = memory->take<float>(kBlockKeys * pitch.row);
   out->m = memory->take<float>(kBlockKeys * pitch.heads);
 }
 
@@ -54,7 +59,6 @@ void lay_out_chunk(const Problem& p, int64_t rows, Cutter* memory, Chunk* out) {
   out->weights = memory->take<float>(rows * pitch.heads);
   out->signs = memory->take<uint8_t>(rows * signs_of_row(p));
   out->keys = memory->take<int32_t>(rows * p.E);
-  out->order = memory->take<int32_t>(rows * p.E);
   out->begin = memory->take<int32_t>(rows * (num_ranges(p) + 1));
 }
 
@@ -82,8 +86,10 @@ struct Call {
 
 // ---- rows -------------------------------------------------------------------------------------------
 
-void write_dI(const Call& call, int64_t r, const ListFacts& facts, const ListScratch& s, float* dI) {
+void write_dI(const Call& call, int64_t r, const ListFacts& facts, const Slot& slot) {
   const auto& args = call.args;
+  const ListScratch& s = slot.list;
+  float* dI = slot.dI;
   float d_loss = 0;
   if (args.d_loss.dtype)
     read_row(args.d_loss.dtype, element_at(args.d_loss, r / call.p.T, r % call.p.T), 1, &d_loss);
@@ -95,17 +101,19 @@ void write_dI(const Call& call, int64_t r, const ListFacts& facts, const ListScr
 }
 
 // z = m^T keys, a block of entries at a time.
-void sum_keys(const Call& call, int64_t n, const float* dI, const uint8_t* signs, const Slot& slot) {
+void sum_keys(const Call& call, int64_t n, const Slot& slot) {
   const Problem& p = call.p;
   const Pitches pitch(p);
   memset(slot.z, 0, size_t(pitch.heads * pitch.channels) * 4);
   for (int64_t i = 0; i < n; i += kBlockKeys) {
     const int64_t count = n - i < kBlockKeys ? n - i : kBlockKeys;
+    prefetch_keys(p, call.keys, slot.list.keys, i + count, i + 2 * kBlockKeys < n ? i + 2 * kBlockKeys : n);
     for (int64_t j = 0; j < count; ++j) {
-      write_signed(signs + (i + j) * (pitch.heads / 8), dI[i + j], nullptr, pitch.heads, slot.m + j * pitch.heads);
-      memcpy(slot.tile + j * pitch.key, call.keys + slot.list.keys[i + j] * pitch.key, size_t(pitch.channels) * 4);
+      write_signed(slot.signs + (i + j) * (pitch.heads / 8), slot.dI[i + j], nullptr, pitch.heads,
+                   slot.m + j * pitch.heads);
+      memcpy(slot.tile + j * pitch.row, call.keys + slot.list.keys[i + j] * pitch.row, size_t(pitch.channels) * 4);
     }
-    gemm_add(p.H, pitch.channels, count, slot.m, 1, pitch.heads, slot.tile, pitch.key, slot.z, pitch.channels);
+    gemm_add(p.H, pitch.channels, count, slot.m, 1, pitch.heads, slot.tile, pitch.row, slot.z, pitch.channels);
   }
 }
 
@@ -115,7 +123,7 @@ void write_query_gradients(const Call& call, int64_t r, const Slot& slot) {
   const Pitches pitch(p);
   for (int64_t h = 0; h < p.H; ++h) {
     float* z = slot.z + h * pitch.channels;
-    const float* q = slot.list.rows + h * pitch.channels;
+    const float* q = slot.list.rows + h * pitch.row;
     vf dot = zero();
     for (int64_t c = 0; c < pitch.channels; c += kLanes) {
       dot = fma(load(q + c), load(z + c), dot);
@@ -137,20 +145,33 @@ void write_zeros(const Call& call, int64_t r, const Slot& slot) {
   if (args.d_w.dtype) write_row(args.d_w.dtype, element_at(args.d_w, r / p.T, r % p.T), p.H, slot.m);
 }
 
-// The row's entries sorted by range of keys, in the list's order within a range.
-void sort_entries(const Call& call, int64_t row, const int64_t* keys, int64_t n) {
+// The row's entries sorted by range of keys, in the list's order within a range, to the chunk.
+void sort_entries(const Call& call, int64_t row, int64_t n, const Slot& slot) {
   const Problem& p = call.p;
-  const int64_t ranges = num_ranges(p), size = key_range(p);
-  int32_t *begin = call.chunk.begin + row * (ranges + 1), *order = call.chunk.order + row * p.E,
-          *out = call.chunk.keys + row * p.E;
+  const Chunk& chunk = call.chunk;
+  const int64_t ranges = num_ranges(p), size = key_range(p), signs_row = Pitches(p).heads / 8;
+  const int64_t* keys = slot.list.keys;
+  int32_t* begin = chunk.begin + row * (ranges + 1);
   memset(begin, 0, size_t(ranges + 1) * 4);
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = int32_t(keys[i]);
-    ++begin[keys[i] / size];
-  }
+  for (int64_t i = 0; i < n; ++i) ++begin[keys[i] / size];
   int32_t sum = 0;
   for (int64_t g = 0; g <= ranges; ++g) sum += begin[g], begin[g] = sum;  // ends
-  for (int64_t i = n - 1; i >= 0; --i) order[--begin[keys[i] / size]] = int32_t(i);
+  for (int64_t i = n - 1; i >= 0; --i) {
+    const int64_t at = --begin[keys[i] / size];
+    chunk.keys[row * p.E + at] = int32_t(keys[i]);
+    chunk.dI[row * p.E + at] = slot.dI[i];
+    memcpy(chunk.signs + row * signs_of_row(p) + at * signs_row, slot.signs + i * signs_row, size_t(signs_row));
+  }
+}
+
+// The query's channels by panels, each contiguous, so that a range of keys streams through it.
+void keep_query(const Problem& p, const float* rows, float* panels) {
+  const Pitches pitch(p);
+  for (int64_t c = 0; c < pitch.channels; c += kPanel) {
+    const int64_t width = pitch.channels - c < kPanel ? kLanes : kPanel;
+    for (int64_t h = 0; h < p.H; ++h)
+      memcpy(panels + c * pitch.heads + h * width, rows + h * pitch.row + c, size_t(width) * 4);
+  }
 }
 
 void row_task(void* arg, int64_t i, int64_t slot_index) {
@@ -162,18 +183,15 @@ void row_task(void* arg, int64_t i, int64_t slot_index) {
   Cutter memory{call.slots + slot_index * call.slot_bytes};
   Slot slot;
   lay_out_slot(p, &memory, &slot);
-  float* dI = call.chunk.dI + i * p.E;
-  uint8_t* signs = call.chunk.signs + i * signs_of_row(p);
   const ListFacts facts =
-      score_list(p, call.mask, args.q, args.w, args.indices, args.p, call.keys, r, slot.list, signs);
-  sort_entries(call, i, slot.list.keys, facts.n);
+      score_list(p, call.mask, args.q, args.w, args.indices, args.p, call.keys, r, slot.list, slot.signs);
+  if (facts.n) write_dI(call, r, facts, slot);
+  sort_entries(call, i, facts.n, slot);
   if (facts.n == 0) return write_zeros(call, r, slot);
-  write_dI(call, r, facts, slot.list, dI);
-  memcpy(call.chunk.queries + i * pitch.heads * pitch.channels, slot.list.rows,
-         size_t(pitch.heads * pitch.channels) * 4);
+  keep_query(p, slot.list.rows, call.chunk.queries + i * pitch.heads * pitch.channels);
   memcpy(call.chunk.weights + i * pitch.heads, slot.list.weights, size_t(pitch.heads) * 4);
   if (!args.d_q.dtype && !args.d_w.dtype) return;
-  sum_keys(call, facts.n, dI, signs, slot);
+  sum_keys(call, facts.n, slot);
   write_query_gradients(call, r, slot);
 }
 
@@ -189,18 +207,25 @@ void range_task(void* arg, int64_t g, int64_t slot_index) {
   lay_out_slot(p, &memory, &slot);
   for (int64_t row = 0; row < call.rows; ++row) {
     const int32_t* begin = chunk.begin + row * (num_ranges(p) + 1);
-    const int32_t *order = chunk.order + row * p.E, *keys = chunk.keys + row * p.E;
+    const int32_t* keys = chunk.keys + row * p.E;
     const uint8_t* signs = chunk.signs + row * signs_of_row(p);
+    const float* queries = chunk.queries + row * pitch.heads * pitch.channels;
     for (int64_t i = begin[g]; i < begin[g + 1]; i += kBlockKeys) {
       const int64_t count = begin[g + 1] - i < kBlockKeys ? begin[g + 1] - i : kBlockKeys;
       for (int64_t j = 0; j < count; ++j)
-        write_signed(signs + order[i + j] * (pitch.heads / 8), chunk.dI[row * p.E + order[i + j]],
+        write_signed(signs + (i + j) * (pitch.heads / 8), chunk.dI[row * p.E + i + j],
                      chunk.weights + row * pitch.heads, pitch.heads, slot.m + j * pitch.heads);
-      gemm(count, pitch.channels, p.H, slot.m, pitch.heads, 1,
-           chunk.queries + row * pitch.heads * pitch.channels, pitch.channels, slot.tile, pitch.key);
+      for (int64_t c = 0; c < pitch.channels; c += kPanel) {
+        const int64_t width = pitch.channels - c < kPanel ? kLanes : kPanel;
+        for (int64_t h = 0; h < p.H; ++h)  // the same of the next row, which comes from the L3
+          prefetch_l2(queries + pitch.heads * pitch.channels + c * pitch.heads + h * width);
+        gemm(count, width, p.H, slot.m, pitch.heads, 1, queries + c * pitch.heads, width, slot.tile + c, pitch.row);
+      }
       for (int64_t j = 0; j < count; ++j) {
-        double* d_k = call.d_k + keys[order[i + j]] * pitch.channels;
-        const float* sum = slot.tile + j * pitch.key;
+        double* d_k = call.d_k + keys[i + j] * pitch.channels;
+        for (int64_t c = 0; c < pitch.channels && j + 1 < count; c += 8)
+          prefetch_write(call.d_k + keys[i + j + 1] * pitch.channels + c);
+        const float* sum = slot.tile + j * pitch.row;
         for (int64_t c = 0; c < pitch.channels; ++c) d_k[c] += double(sum[c]);
       }
     }

@@ -38,7 +38,7 @@ struct Call {
 
 void lay_out(const Problem& p, Cutter* memory, Scratch* out) {
   const Pitches pitch(p);
-  out->rows = memory->take<float>(pitch.heads * pitch.channels);
+  out->rows = memory->take<float>(pitch.heads * pitch.row);
   out->panels = memory->take<float>(kForwardRows * pitch.heads * pitch.channels);
   out->weights = memory->take<float>(kForwardRows * pitch.heads);
   out->scores = memory->take<float>(kForwardRows * p.S);
@@ -98,7 +98,7 @@ void forward_task(void* arg, int64_t i, int64_t slot) {
       const int64_t from = begin > block ? begin : block, to = end < block + kBlockKeys ? end : block + kBlockKeys;
       if (from >= to) continue;
       const float* key_rows[kBlockKeys];
-      for (int64_t s = from; s < to; ++s) key_rows[s - from] = call.keys + s * pitch.key;
+      for (int64_t s = from; s < to; ++s) key_rows[s - from] = call.keys + s * pitch.row;
       score_block(p, to - from, key_rows, scratch.panels + j * pitch.heads * pitch.channels,
                   scratch.weights + j * pitch.heads, scratch.sums, scratch.scores + j * p.S + (from - begin), nullptr);
     }
@@ -116,7 +116,7 @@ int64_t cpu_vec_fwd_slot_bytes(const Problem& p) {
   return memory.at;
 }
 
-int64_t cpu_vec_key_bytes(const Problem& p) { return round_up(p.B * p.S * Pitches(p).key * 4, 64); }
+int64_t cpu_vec_key_bytes(const Problem& p) { return round_up(p.B * p.S * Pitches(p).row * 4, 64); }
 
 void cpu_vec_fwd(const Problem& p, const Plan& plan, const thalweg_lightning_indexer_fwd_args& args,
                  const Exec& exec) {

@@ -10,7 +10,7 @@ namespace {
 
 // A slot's scratch for one row; arrays by visible entry have room for whole vectors of E.
 struct ListScratch {
-  float *rows, *panels, *weights;  // the query as [heads][channels], as panels; w times the scale
+  float *rows, *panels, *weights;  // the query as [heads][pitch.row], as panels; w times the scale
   int32_t* entries;                // places in the list
   int64_t* keys;                   // rows of [B S][K]
   float *scores, *y, *p, *line;    // I, exp(I - top), p; a row of a tensor [.. E]
@@ -20,7 +20,7 @@ struct ListScratch {
 inline void lay_out_list(const Problem& p, Cutter* memory, ListScratch* out) {
   const Pitches pitch(p);
   const int64_t E = round_up(p.E, kLanes);
-  out->rows = memory->take<float>(pitch.heads * pitch.channels);
+  out->rows = memory->take<float>(pitch.heads * pitch.row);
   out->panels = memory->take<float>(pitch.heads * pitch.channels);
   out->weights = memory->take<float>(pitch.heads);
   out->entries = memory->take<int32_t>(p.E);
@@ -55,8 +55,10 @@ inline ListFacts score_list(const Problem& p, const Mask& mask, const thalweg_te
   read_weights(p, w, r, s.weights);
   for (int64_t i = 0; i < facts.n; i += kBlockKeys) {
     const int64_t count = facts.n - i < kBlockKeys ? facts.n - i : kBlockKeys;
+    const int64_t next = i + 2 * kBlockKeys < facts.n ? i + 2 * kBlockKeys : facts.n;
+    prefetch_keys(p, keys, s.keys, i + count, next);
     const float* block[kBlockKeys];
-    for (int64_t j = 0; j < count; ++j) block[j] = keys + s.keys[i + j] * pitch.key;
+    for (int64_t j = 0; j < count; ++j) block[j] = keys + s.keys[i + j] * pitch.row;
     score_block(p, count, block, s.panels, s.weights, s.sums, s.scores + i,
                 signs ? signs + i * (pitch.heads / 8) : nullptr);
   }

@@ -74,7 +74,7 @@ int64_t visible_entries(const Problem& p, const Mask& mask, const thalweg_tensor
   return n;
 }
 
-// 64 keys or more, at most about 128 ranges.
-int64_t key_range(const Problem& p) { return std::max<int64_t>(64, (p.B * p.S + 127) / 128); }
+// At most 64 ranges: a list of 2048 entries then has 32 in one, a few tiles' worth.
+int64_t key_range(const Problem& p) { return std::max<int64_t>(128, (p.B * p.S + 63) / 64); }
 
 }  // namespace thalweg::lightning_indexer

@@ -22,18 +22,21 @@ uint64_t key_of(double x) {
 // the E.
 template <class Key, class Score>
 Key threshold(const Score* scores, int64_t n, int64_t E, int64_t* ties) {
+  constexpr int kDigit = 11;  // the first one: sign, exponent, two bits more
   Key prefix = 0, known = 0;
-  int64_t left = E;
-  for (int shift = int(sizeof(Key)) * 8 - 8; shift >= 0; shift -= 8) {
-    int64_t count[256] = {};
+  int32_t left = int32_t(E);
+  for (int high = int(sizeof(Key)) * 8; high > 0; high -= kDigit) {
+    const int shift = std::max(high - kDigit, 0);
+    const Key digits = (Key(1) << (high - shift)) - 1;
+    int32_t count[1 << kDigit] = {};
     for (int64_t i = 0; i < n; ++i) {
       const Key key = key_of(scores[i]);
-      if ((key & known) == prefix) ++count[key >> shift & 255];
+      if ((key & known) == prefix) ++count[key >> shift & digits];
     }
-    int digit = 255;
+    Key digit = digits;
     while (count[digit] < left) left -= count[digit--];
-    prefix |= Key(digit) << shift;
-    known |= Key(255) << shift;
+    prefix |= digit << shift;
+    known |= digits << shift;
   }
   *ties = left;
   return prefix;

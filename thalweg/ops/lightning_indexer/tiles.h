@@ -23,9 +23,9 @@ static_assert(kBlockKeys % kTileRows == 0);
 struct Pitches {
   int64_t heads;     // H, whole vectors
   int64_t channels;  // K, whole vectors
-  int64_t key;       // of a key in scratch: off a power of two, so that tiles spread over the sets of the L1
+  int64_t row;       // of a key or a head in scratch: off a power of two, so that tiles spread over the sets of the L1
   explicit Pitches(const Problem& p)
-      : heads(round_up(p.H, kLanes)), channels(round_up(p.K, kLanes)), key(channels + kPitchPad) {}
+      : heads(round_up(p.H, kLanes)), channels(round_up(p.K, kLanes)), row(channels + kPitchPad) {}
 };
 
 // Cuts memory into arrays of whole cache lines; from null, for its size alone.
@@ -60,15 +60,15 @@ inline void key_rows_task(void* arg, int64_t i, int64_t) {
 }
 
 inline void read_keys(const Problem& p, const Plan& plan, const thalweg_tensor& k, float* rows, const Exec& exec) {
-  KeyRows all{p, k, rows, Pitches(p).key};
+  KeyRows all{p, k, rows, Pitches(p).row};
   parallel_tasks(exec, (p.B * p.S + kKeysOfATask - 1) / kKeysOfATask, plan.num_slots, key_rows_task, &all);
 }
 
-// Row r of q as rows [heads][channels], zeros behind H and K.
+// Row r of q as rows [heads][pitch.row], zeros behind H and K.
 inline void read_query(const Problem& p, const thalweg_tensor& q, int64_t r, float* rows) {
   const Pitches pitch(p);
   for (int64_t h = 0; h < pitch.heads; ++h) {
-    float* row = rows + h * pitch.channels;
+    float* row = rows + h * pitch.row;
     if (h < p.H) read_row(q.dtype, element_at(q, r / p.T, r % p.T, h), p.K, row);
     for (int64_t c = h < p.H ? p.K : 0; c < pitch.channels; ++c) row[c] = 0;
   }
@@ -82,7 +82,7 @@ inline void read_weights(const Problem& p, const thalweg_tensor& w, int64_t r, f
   for (int64_t h = p.H; h < pitch.heads; ++h) out[h] = 0;
 }
 
-// rows [heads][channels] as panels [channels][heads of the panel].
+// rows [heads][pitch.row] as panels [channels][heads of the panel].
 inline void pack_query(const Problem& p, const float* rows, float* panels) {
   const Pitches pitch(p);
   for (int64_t h = 0; h < pitch.heads; h += kLanes) {
@@ -91,11 +91,18 @@ inline void pack_query(const Problem& p, const float* rows, float* panels) {
     float* out = panels + panel * pitch.channels + (h - panel);
     for (int64_t c = 0; c < pitch.channels; c += kLanes) {
       vf block[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i) block[i] = load(rows + (h + i) * pitch.channels + c);
+      for (int64_t i = 0; i < kLanes; ++i) block[i] = load(rows + (h + i) * pitch.row + c);
       transpose(block);
       for (int64_t i = 0; i < kLanes; ++i) store(out + (c + i) * width, block[i]);
     }
   }
+}
+
+// Asks for the keys of a list's entries [from, to), which lie anywhere, before they are needed.
+inline void prefetch_keys(const Problem& p, const float* keys, const int64_t* rows, int64_t from, int64_t to) {
+  const Pitches pitch(p);
+  for (int64_t i = from; i < to; ++i)
+    for (int64_t c = 0; c < pitch.channels; c += 16) prefetch_l2(keys + rows[i] * pitch.row + c);
 }
 
 // u of kTileRows keys and one panel of NV vectors; then w relu(u) is added to the keys' sums, and the signs of u go
