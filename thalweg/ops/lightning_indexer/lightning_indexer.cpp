@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <iterator>
 #include <string>
-#include <utility>
 
 #include "thalweg/core/kernel.h"
 #include "thalweg/ops/lightning_indexer/problem.h"
@@ -40,7 +39,7 @@ constexpr thalweg_field w(size_t offset) {
 constexpr thalweg_field list(size_t offset) {
   return optional_in("indices", offset, "B T E", kInts, THALWEG_ROWS,
                      "keys of each query; entries that are not visible count for nothing, repeats count each; absent: "
-                     "entry e is key e (dense warm-up), E is S");
+                     "entry e is key e (dense warm-up), E is S or more");
 }
 constexpr thalweg_field p(size_t offset) {
   return optional_in("p", offset, "B T E", kFloats, THALWEG_ROWS,
@@ -54,10 +53,10 @@ constexpr thalweg_field end(size_t offset) {
                      "one past the last visible key; absent: the number of keys");
 }
 constexpr thalweg_field q_lens(size_t offset) {
-  return optional_in("q_lens", offset, "B", kInts, THALWEG_ANY, "queries of each batch item; the rest is padding");
+  return optional_in("q_lens", offset, "N", kInts, THALWEG_ANY, "queries of each sequence; the rest is padding");
 }
 constexpr thalweg_field k_lens(size_t offset) {
-  return optional_in("k_lens", offset, "B", kInts, THALWEG_ANY, "keys of each batch item; the rest is padding");
+  return optional_in("k_lens", offset, "N", kInts, THALWEG_ANY, "keys of each sequence; the rest is padding");
 }
 constexpr thalweg_field cu_seqlens(size_t offset) {
   return optional_in("cu_seqlens", offset, "N+1", kInts, THALWEG_ANY, "packed: where sequences of queries start, end");
@@ -151,31 +150,6 @@ constexpr thalweg_pass kPasses[] = {
 
 // ---- checks -----------------------------------------------------------------------------------------
 
-// As check_sequences() looks at cu_seqlens.
-void check_offsets(const thalweg_pass& pass, const char* name, const thalweg_tensor& offsets, const Sizes& sizes,
-                   const char* size, Binding binding) {
-  if (!present(offsets) || binding == Binding::kQuery) return;
-  const int64_t N = offsets.shape[0] - 1;
-  if (int_at(offsets, 0) != 0) fail_field(pass, name, "element 0, got %lld, expected 0", ll(int_at(offsets, 0)));
-  for (int64_t n = 0; n < N; ++n)
-    if (int_at(offsets, n + 1) < int_at(offsets, n))
-      fail_field(pass, name, "element %lld, got %lld, expected at least %lld (element %lld)", ll(n + 1),
-                 ll(int_at(offsets, n + 1)), ll(int_at(offsets, n)), ll(n));
-  if (int_at(offsets, N) > sizes[size])
-    fail_field(pass, name, "element %lld, got %lld, expected at most %s = %lld (from %s)", ll(N),
-               ll(int_at(offsets, N)), size, ll(sizes[size]), sizes.find(size)->from);
-}
-
-// 0 <= element <= most, where the values are looked at.
-void check_lengths(const thalweg_pass& pass, const char* name, const thalweg_tensor& lengths, const char* size,
-                   int64_t most, Binding binding) {
-  if (!present(lengths) || binding == Binding::kQuery) return;
-  for (int64_t b = 0; b < lengths.shape[0]; ++b)
-    if (int_at(lengths, b) < 0 || int_at(lengths, b) > most)
-      fail_field(pass, name, "element %lld, got %lld, expected 0 to %s = %lld", ll(b), ll(int_at(lengths, b)), size,
-                 ll(most));
-}
-
 template <class Args>
 Problem check_all(const thalweg_pass& pass, const Args& args, const Sizes& sizes, Binding binding) {
   Problem problem{};
@@ -197,13 +171,11 @@ Problem check_all(const thalweg_pass& pass, const Args& args, const Sizes& sizes
     fail_field(pass, queries ? "cu_seqlens" : "cu_seqlens_k", "needs %s, got %s without it",
                queries ? "cu_seqlens_k" : "cu_seqlens", queries ? "cu_seqlens" : "cu_seqlens_k");
   }
-  for (const auto& [name, lengths] : {std::pair{"q_lens", &args.q_lens}, std::pair{"k_lens", &args.k_lens}})
-    if (present(*lengths) && present(args.cu_seqlens))
-      fail_field(pass, name, "got lengths beside cu_seqlens, expected one of them");
   problem.N = check_sequences(pass, sizes, args.cu_seqlens, binding);
-  check_offsets(pass, "cu_seqlens_k", args.cu_seqlens_k, sizes, "S", binding);
-  check_lengths(pass, "q_lens", args.q_lens, "T", problem.T, binding);
-  check_lengths(pass, "k_lens", args.k_lens, "S", problem.S, binding);
+  if (binding == Binding::kQuery) return problem;
+  if (present(args.cu_seqlens_k)) check_borders(pass, "cu_seqlens_k", args.cu_seqlens_k, "S", sizes);
+  check_lengths(pass, "q_lens", args.q_lens, args.cu_seqlens, problem.T);
+  check_lengths(pass, "k_lens", args.k_lens, args.cu_seqlens_k, problem.S);
   return problem;
 }
 
@@ -212,10 +184,21 @@ template <class Args>
 Problem check_listed(const thalweg_pass& pass, const Args& args, const Sizes& sizes, Binding binding) {
   Problem problem = check_all(pass, args, sizes, binding);
   problem.dense = !present(args.indices);
-  if (problem.dense && sizes.find("E") && problem.E != problem.S)
-    fail_field(pass, sizes.find("E")->from, "E, got %lld, expected S = %lld without indices (from k)", ll(problem.E),
-               ll(problem.S));
-  problem.E = problem.dense ? problem.S : problem.E;
+  if (!problem.dense) return problem;
+  const Sizes::Entry* E = sizes.find("E");
+  if (!E) problem.E = problem.S;
+  if (!present(args.cu_seqlens)) {
+    if (problem.E < problem.S)
+      fail_field(pass, E->from, "E, got %lld, expected at least S = %lld without indices (from k)", ll(E->value),
+                 ll(problem.S));
+    return problem;
+  }
+  for (int64_t n = 0; n < problem.N && binding == Binding::kRun; ++n) {
+    const int64_t keys = int_at(args.cu_seqlens_k, n + 1) - int_at(args.cu_seqlens_k, n);
+    if (problem.E < keys)
+      fail_field(pass, E->from, "E, got %lld, expected at least %lld without indices (the keys of sequence %lld)",
+                 ll(problem.E), ll(keys), ll(n));
+  }
   return problem;
 }
 

@@ -50,11 +50,9 @@ double scale_of(const Args& args) {
 
 template <class Args>
 VisibleKeys visible_keys(const Args& args, int64_t b, int64_t t) {
-  int64_t query = t, queries = args.q.shape[1], keys = args.k.shape[1], first = 0;
-  if (present(args.q_lens)) queries = int_at(args.q_lens, b);
-  if (present(args.k_lens)) keys = int_at(args.k_lens, b);
+  int64_t n = b, query = t, queries = args.q.shape[1], keys = args.k.shape[1], first = 0;
   if (present(args.cu_seqlens)) {
-    int64_t n = 0;
+    n = 0;
     const int64_t N = args.cu_seqlens.shape[0] - 1;
     while (n < N && int_at(args.cu_seqlens, n + 1) <= t) ++n;
     if (n == N) return {0, 0, 0};
@@ -63,6 +61,8 @@ VisibleKeys visible_keys(const Args& args, int64_t b, int64_t t) {
     first = int_at(args.cu_seqlens_k, n);
     keys = int_at(args.cu_seqlens_k, n + 1) - first;
   }
+  if (present(args.q_lens)) queries = int_at(args.q_lens, n);
+  if (present(args.k_lens)) keys = int_at(args.k_lens, n);
   int64_t begin = 0, end = query < queries ? keys : 0;
   if (present(args.start)) begin = std::max(begin, int_at(args.start, b, t));
   if (present(args.end)) end = std::min(end, int_at(args.end, b, t));

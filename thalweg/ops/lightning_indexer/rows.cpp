@@ -34,17 +34,17 @@ Mask mask_of(const thalweg_lightning_indexer_bwd_args& args) { return make_mask(
 
 Keys visible_keys(const Problem& p, const Mask& mask, int64_t r) {
   const int64_t b = r / p.T, t = r % p.T;
-  int64_t query = t, queries = p.T, keys = p.S, first = 0;
-  if (present(mask.q_lens)) queries = int_at(mask.q_lens, b);
-  if (present(mask.k_lens)) keys = int_at(mask.k_lens, b);
+  int64_t n = b, query = t, queries = p.T, keys = p.S, first = 0;
   if (present(mask.cu_seqlens)) {
-    const int64_t n = sequence_of(mask.cu_seqlens, p.N, t);
+    n = sequence_of(mask.cu_seqlens, p.N, t);
     if (n == p.N) return {0, 0, 0};
     query = t - int_at(mask.cu_seqlens, n);
     queries = int_at(mask.cu_seqlens, n + 1) - int_at(mask.cu_seqlens, n);
     first = int_at(mask.cu_seqlens_k, n);
     keys = int_at(mask.cu_seqlens_k, n + 1) - first;
   }
+  if (present(mask.q_lens)) queries = int_at(mask.q_lens, n);
+  if (present(mask.k_lens)) keys = int_at(mask.k_lens, n);
   int64_t begin = 0, end = query < queries ? keys : 0;
   if (present(mask.start)) begin = std::max(begin, int_at(mask.start, b, t));
   if (present(mask.end)) end = std::min(end, int_at(mask.end, b, t));

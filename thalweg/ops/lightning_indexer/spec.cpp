@@ -80,13 +80,9 @@ class MaskArgs {
   std::map<std::string, std::vector<int64_t>> integers_;
 };
 
-void fill_lengths(const Case& c, Inputs& inputs, Random& random) {
-  const int64_t T = c.size("T"), S = c.size("S");
+void fill_intervals(const Case& c, Inputs& inputs, Random& random) {
+  const int64_t S = c.size("S");
   for (auto& [name, values] : inputs) {
-    if (name == "q_lens")
-      for (double& n : values.data) n = double(T - random.below(T / 2 + 1));
-    if (name == "k_lens")
-      for (double& n : values.data) n = double(S - random.below(S / 2 + 1));
     if (name == "start")  // some before the first key, some rows empty
       for (double& s : values.data) s = double(random.below(S / 2 + 3) - 2);
     if (name == "end")
@@ -164,7 +160,7 @@ void fill_teacher(const Case& c, const MaskArgs& mask, const Values* list, Value
 }
 
 void fill(const Case& c, Inputs& inputs, Random& random) {
-  fill_lengths(c, inputs, random);
+  fill_intervals(c, inputs, random);
   fill_numbers(c, inputs, random);
   const MaskArgs mask(c, inputs);
   const auto list = inputs.find("indices"), p = inputs.find("p"), d_scores = inputs.find("d_scores");
@@ -255,6 +251,11 @@ void settle(const Case& c, const Inputs& inputs, const Inputs& got, Inputs* want
 // (query, key) pairs, by lengths and causality; start and end are not looked at.
 double num_pairs(const Case& c) {
   std::vector<std::pair<int64_t, int64_t>> sequences(size_t(c.size("B")), {c.size("T"), c.size("S")});
+  if (testing::is_present(c, *testing::find_field(*c.pass, "cu_seqlens"))) {
+    const std::vector<int64_t> queries = testing::lengths_of(c), keys = testing::key_lengths_of(c);
+    sequences.clear();
+    for (size_t n = 0; n < queries.size(); ++n) sequences.push_back({queries[n], keys[n]});
+  }
   double pairs = 0;
   for (auto [queries, keys] : sequences)
     for (int64_t t = 0; t < queries; ++t)

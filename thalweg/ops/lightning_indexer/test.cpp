@@ -264,7 +264,7 @@ void expect_refused(const std::string& text, const std::string& want) {
 
 TEST(LightningIndexer, RefusesByName) {
   expect_refused("lightning_indexer.loss:f32,T4,S8,H2,K4,E6,p,loss",
-                 "lightning_indexer.loss: p: E, got 6, expected S = 8 without indices (from k)");
+                 "lightning_indexer.loss: p: E, got 6, expected at least S = 8 without indices (from k)");
   expect_refused("lightning_indexer.loss:f32,T4,S8,H2,K4,E6,indices,loss",
                  "lightning_indexer.loss: loss: needs p, got loss without it");
   expect_refused("lightning_indexer.bwd:f32,T4,S8,H2,K4,E6,indices,d_loss,d_q",
@@ -280,6 +280,23 @@ TEST(LightningIndexer, RefusesByName) {
           << thalweg_last_error();
     }
   }
+}
+
+TEST(LightningIndexer, RefusesBordersOfKeys) {
+  Problem problem(tt::parse_case("lightning_indexer.fwd:f32,varlen=3+5,varlen_k=6+4,S12,H2,K4,E6"));
+  run(problem);
+  for (const std::vector<double>& wrong : {std::vector<double>{0, 6, 5}, {0, 6, 13}, {1, 6, 10}, {0, -1, 10}}) {
+    problem.set("cu_seqlens_k", numbers({3}, wrong));
+    problem.poison_outputs();
+    EXPECT_EQ(problem.call(), THALWEG_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(thalweg_last_error()).rfind("lightning_indexer.fwd: cu_seqlens_k: element ", 0), 0u) << thalweg_last_error();
+    EXPECT_EQ(problem.check_untouched(), "");
+  }
+  problem.tensor("cu_seqlens_k") = thalweg_tensor{};
+  EXPECT_EQ(problem.call(), THALWEG_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(thalweg_last_error()), "lightning_indexer.fwd: cu_seqlens: needs cu_seqlens_k, got cu_seqlens without it");
+  expect_refused("lightning_indexer.loss:f32,varlen=3+5,varlen_k=6+4,H2,K4,E5,p,loss",
+                 "lightning_indexer.loss: p: E, got 5, expected at least 6 without indices (the keys of sequence 0)");
 }
 
 }  // namespace
