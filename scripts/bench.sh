@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures what docs/benchmarks.md shows: every @perf case, the long ones once, decode with its state in cache,
-# and pairs of layouts, on two threads, with AVX-512 (where the machine has it) and AVX2 kernels.
+# Measures what docs/benchmarks.md shows: every @perf case, the long ones once, decode with its state in cache, pairs
+# of layouts, and Kimi delta attention beside the gated delta rule, on two threads, with AVX-512 (where the machine has it) and AVX2 kernels.
 #
 #   scripts/bench.sh OUT.jsonl [PROCESSES [SECONDS]]     (5 processes of 1 second by default; about 15 minutes)
 #
@@ -27,6 +27,10 @@ for isa in "${isas[@]}"; do
   "$tool" bench @long --seconds "$seconds" --json - >>"$out"
   bench gated_delta_rule.decode:f32,N1,H16,HV32,K128,V128,g,beta --warm
   bench gated_delta_rule.decode:f32,N1,H16,HV32,K128,V128,g,beta,state=@0132 --warm
+  bench kimi_delta_attention.decode:f32,N1,H16,HV32,K128,V128,g,beta --warm
+  for pass in fwd bwd; do
+    bench --pair "kimi_delta_attention.$pass:f32,$main,g,beta" "gated_delta_rule.$pass:f32,$main,g,beta"
+  done
   bench --pair "gated_delta_rule.fwd:f32,$main,g=@021,beta=@021" "gated_delta_rule.fwd:f32,$main,g,beta"
   bench --pair "gated_delta_rule.fwd:f32,$main,g,beta,$heads_first" "gated_delta_rule.fwd:f32,$main,g,beta"
 done
