@@ -88,7 +88,7 @@ void forward_task(void* arg, int64_t r, int64_t slot) {
   const Query<A> query = load_query<A>(p, args, r, scratch);
   A* scores = reinterpret_cast<A*>(scratch + query_bytes(p));
   char* select = scratch + query_bytes(p) + round_up(p.S * int64_t(sizeof(A)));
-  int32_t* positions = reinterpret_cast<int32_t*>(select + round_up(select_bytes(p.E, sizeof(A))));
+  int32_t* positions = reinterpret_cast<int32_t*>(select + round_up(select_bytes(p.S, p.E, sizeof(A))));
   const Keys keys = visible_keys(p, call.mask, r);
   for (int64_t s = keys.begin; s < keys.end; ++s) scores[s - keys.begin] = score(p, args.k, keys.first + s, query);
   const int64_t n = select_largest(scores, keys.end - keys.begin, p.E, p.by_index, select, positions);
@@ -201,8 +201,7 @@ void query_task(void* arg, int64_t r, int64_t slot) {
     for (int64_t c = 0; c < p.K; ++c) d_q[h * p.K + c] *= query.w[h];
     if (present(args.d_q))
       store_row(args.d_q, row_offset(args.d_q, r) + h * args.d_q.stride[2], args.d_q.stride[3], p.K, d_q + h * p.K);
-    if (present(args.d_w))
-      store_at(args.d_w, row_offset(args.d_w, r) + h * args.d_w.stride[2], A(p.scale) * d_w[h]);
+    if (present(args.d_w)) store_at(args.d_w, row_offset(args.d_w, r) + h * args.d_w.stride[2], A(p.scale) * d_w[h]);
   }
 }
 
@@ -241,7 +240,7 @@ void key_task(void* arg, int64_t i, int64_t slot) {
 }  // namespace
 
 int64_t generic_fwd_bytes(const Problem& p) {
-  return query_bytes(p) + round_up(p.S * arithmetic_bytes(p)) + round_up(select_bytes(p.E, arithmetic_bytes(p))) +
+  return query_bytes(p) + round_up(p.S * arithmetic_bytes(p)) + round_up(select_bytes(p.S, p.E, arithmetic_bytes(p))) +
          round_up(p.E * 4);
 }
 int64_t generic_list_bytes(const Problem& p) {

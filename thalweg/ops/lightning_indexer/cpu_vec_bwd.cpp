@@ -9,14 +9,18 @@
 //          keys), then one per range, which adds the chunk's rows to its part of d_k in order
 // Vectors  along the heads for scores, along the channels for z and d_k
 // Tile     scores as in cpu_vec_fwd; 24 entries at a time for z [H x 24 x K] and d_k [24 x H x K], by blocks/gemm.h
-// Scratch  shared: keys as float32 and d_k as float64 [B S K]; of a chunk's rows dI, signs (one bit a head and entry), entries
+// Scratch  shared: keys as float32 and d_k as float64 [B S K]; of a chunk's rows dI, signs (one bit a head and entry),
+// entries
 //          by range, and the query: 16 bytes an entry and 32 KiB at 64 x 128. A slot: as cpu_vec_loss, z, a tile
 // Numerics float32; d_k adds up entries in float64, since a key may stand in many thousand lists, and rows in order
 //          whatever the chunk, so its bits depend on no thread count. The signs of the scores' own products are kept:
 //          H(u) is the same in all three products.
 // Traps    an entry that stands twice in a list is added twice: a tile's sums go to d_k one entry after another. A
 //          visible key that is infinite gives NaN where the reference has 0 * sign: both are lost.
-// Measured see cpu_vec_fwd.cpp
+// Measured prediction: three products of the forward's kind, 0.9 of its rate. Zen 3 with other work beside it, CPU time
+//          of one thread, f32 T64 S4096 H64 K128 E2048: 41 to 53 GFLOP/s (the loss 56 to 63). The second phase was
+//          half again as slow as the others while it read signs by an index, queries as rows of a 512-byte stride and
+//          d_k without prefetch: now the first phase leaves entries sorted and queries by panels.
 #include "thalweg/ops/lightning_indexer/list.h"
 
 namespace thalweg::lightning_indexer {
@@ -36,7 +40,7 @@ struct Chunk {
   float *queries, *weights;  // queries in panels of channels, [heads][2 kLanes] each
   float* dI;
   uint8_t* signs;
-  int32_t *keys, *begin;     // rows of [B S][K]; where each range begins
+  int32_t *keys, *begin;  // rows of [B S][K]; where each range begins
 };
 
 int64_t num_ranges(const Problem& p) { return (p.B * p.S + key_range(p) - 1) / key_range(p); }
@@ -91,8 +95,7 @@ void write_dI(const Call& call, int64_t r, const ListFacts& facts, const Slot& s
   const ListScratch& s = slot.list;
   float* dI = slot.dI;
   float d_loss = 0;
-  if (args.d_loss.dtype)
-    read_row(args.d_loss.dtype, element_at(args.d_loss, r / call.p.T, r % call.p.T), 1, &d_loss);
+  if (args.d_loss.dtype) read_row(args.d_loss.dtype, element_at(args.d_loss, r / call.p.T, r % call.p.T), 1, &d_loss);
   const float factor = facts.total / facts.sum;
   for (int64_t i = 0; i < facts.n; ++i) dI[i] = args.d_loss.dtype ? d_loss * (factor * s.y[i] - s.p[i]) : 0.f;
   if (!args.d_scores.dtype) return;
@@ -271,8 +274,7 @@ int64_t cpu_vec_bwd_chunk_bytes(const Problem& p, int64_t rows) {
 
 int64_t cpu_vec_sum_bytes(const Problem& p) { return round_up(p.B * p.S * Pitches(p).channels * 8, 64); }
 
-void cpu_vec_bwd(const Problem& p, const Plan& plan, const thalweg_lightning_indexer_bwd_args& args,
-                 const Exec& exec) {
+void cpu_vec_bwd(const Problem& p, const Plan& plan, const thalweg_lightning_indexer_bwd_args& args, const Exec& exec) {
   float* keys = reinterpret_cast<float*>(exec.workspace);
   double* d_k = reinterpret_cast<double*>(exec.workspace + cpu_vec_key_bytes(p));
   Cutter memory{exec.workspace + cpu_vec_key_bytes(p) + cpu_vec_sum_bytes(p)};

@@ -68,7 +68,8 @@ constexpr thalweg_field scale(size_t offset) {
   return option_field("scale", THALWEG_REAL, offset, "factor of <q, k>, above 0; 0 means 1");
 }
 constexpr thalweg_field causal(size_t offset) {
-  return option_field("causal", THALWEG_FLAG, offset, "the last query sees up to the last key, earlier ones as much less");
+  return option_field("causal", THALWEG_FLAG, offset,
+                      "the last query sees up to the last key, earlier ones as much less");
 }
 
 constexpr thalweg_field kFwdFields[] = {

@@ -6,8 +6,8 @@
 // loss  KL(p || softmax(I)) over the E keys of a row's list, or over all visible keys (the dense warm-up)
 // bwd   gradients of q, k and w, from those of the loss and of the scores
 //
-// B batch, N sequences, T query tokens, S key tokens, H heads, K head dim, E entries of a row's list. One key head is shared
-// by all H heads. A key s of its sequence is visible to query t of it when start[t] <= s < end[t], and with
+// B batch, N sequences, T query tokens, S key tokens, H heads, K head dim, E entries of a row's list. One key head is
+// shared by all H heads. A key s of its sequence is visible to query t of it when start[t] <= s < end[t], and with
 // `causal` when s <= t + keys - queries (the last query sees the last key). Packed: B is 1, and sequence n is
 // queries cu_seqlens[n] .. cu_seqlens[n+1] and keys cu_seqlens_k[n] .. cu_seqlens_k[n+1]. Indices, start and end
 // count from the sequence's first key. Arithmetic in float32 (float64 where q is float64).
@@ -27,30 +27,30 @@ enum { THALWEG_INDEXER_BY_SCORE = 0, THALWEG_INDEXER_BY_INDEX = 1 };
 
 typedef struct thalweg_lightning_indexer_fwd_args {
   size_t size THALWEG_INIT(sizeof(thalweg_lightning_indexer_fwd_args));
-  thalweg_tensor q;               // [B T H K]
-  thalweg_tensor k;               // [B S K], dtype of q
-  thalweg_tensor w;               // [B T H]
-  thalweg_tensor start;           // [B T] i32 i64, optional: 0
-  thalweg_tensor end;             // [B T] i32 i64, optional: the number of keys
-  thalweg_tensor q_lens;          // [N] i32 i64, optional: all; a sequence's queries from there on are padding
-  thalweg_tensor k_lens;          // [N] i32 i64, optional: all; a sequence's keys from there on are padding
-  thalweg_tensor cu_seqlens;      // [N+1] i32 i64, optional: packed queries
-  thalweg_tensor cu_seqlens_k;    // [N+1] i32 i64, with cu_seqlens: packed keys
-  thalweg_tensor indices;         // out [B T E] i32 i64; -1 after the last visible key
-  thalweg_tensor scores;          // out [B T E] f32 f64, optional: I of the indices; minus infinity at -1
-  double scale THALWEG_INIT(0);   // of <q, k>, above 0; 0 means 1
+  thalweg_tensor q;              // [B T H K]
+  thalweg_tensor k;              // [B S K], dtype of q
+  thalweg_tensor w;              // [B T H]
+  thalweg_tensor start;          // [B T] i32 i64, optional: 0
+  thalweg_tensor end;            // [B T] i32 i64, optional: the number of keys
+  thalweg_tensor q_lens;         // [N] i32 i64, optional: all; a sequence's queries from there on are padding
+  thalweg_tensor k_lens;         // [N] i32 i64, optional: all; a sequence's keys from there on are padding
+  thalweg_tensor cu_seqlens;     // [N+1] i32 i64, optional: packed queries
+  thalweg_tensor cu_seqlens_k;   // [N+1] i32 i64, with cu_seqlens: packed keys
+  thalweg_tensor indices;        // out [B T E] i32 i64; -1 after the last visible key
+  thalweg_tensor scores;         // out [B T E] f32 f64, optional: I of the indices; minus infinity at -1
+  double scale THALWEG_INIT(0);  // of <q, k>, above 0; 0 means 1
   int32_t causal THALWEG_INIT(0);
   int32_t order THALWEG_INIT(0);  // THALWEG_INDEXER_BY_SCORE, or the same indices ascending
 } thalweg_lightning_indexer_fwd_args;
 
 typedef struct thalweg_lightning_indexer_loss_args {
   size_t size THALWEG_INIT(sizeof(thalweg_lightning_indexer_loss_args));
-  thalweg_tensor q;              // [B T H K]
-  thalweg_tensor k;              // [B S K], dtype of q
-  thalweg_tensor w;              // [B T H]
-  thalweg_tensor indices;        // [B T E] i32 i64, optional: entry e is key e, E is S or more
-  thalweg_tensor p;              // [B T E], optional: the main attention's probabilities; needed for loss
-  thalweg_tensor start;          // as in fwd, down to cu_seqlens_k
+  thalweg_tensor q;        // [B T H K]
+  thalweg_tensor k;        // [B S K], dtype of q
+  thalweg_tensor w;        // [B T H]
+  thalweg_tensor indices;  // [B T E] i32 i64, optional: entry e is key e, E is S or more
+  thalweg_tensor p;        // [B T E], optional: the main attention's probabilities; needed for loss
+  thalweg_tensor start;    // as in fwd, down to cu_seqlens_k
   thalweg_tensor end;
   thalweg_tensor q_lens;
   thalweg_tensor k_lens;
@@ -64,12 +64,12 @@ typedef struct thalweg_lightning_indexer_loss_args {
 
 typedef struct thalweg_lightning_indexer_bwd_args {
   size_t size THALWEG_INIT(sizeof(thalweg_lightning_indexer_bwd_args));
-  thalweg_tensor q;              // as in loss, down to p
+  thalweg_tensor q;  // as in loss, down to p
   thalweg_tensor k;
   thalweg_tensor w;
   thalweg_tensor indices;
   thalweg_tensor p;
-  thalweg_tensor start;          // as in fwd, down to cu_seqlens_k
+  thalweg_tensor start;  // as in fwd, down to cu_seqlens_k
   thalweg_tensor end;
   thalweg_tensor q_lens;
   thalweg_tensor k_lens;

@@ -31,9 +31,9 @@ inline void lay_out_list(const Problem& p, Cutter* memory, ListScratch* out) {
 
 // What a row's entries have in common.
 struct ListFacts {
-  int64_t n;         // visible entries
-  float top, sum;    // largest score; sum of exp(I - top)
-  float total;       // sum of p
+  int64_t n;       // visible entries
+  float top, sum;  // largest score; sum of exp(I - top)
+  float total;     // sum of p
 };
 
 // The entries' elements of a row of t [B T E] to out.

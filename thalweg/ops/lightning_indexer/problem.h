@@ -9,7 +9,7 @@ namespace thalweg::lightning_indexer {
 
 struct Problem {
   int64_t B, T, S, N, H, K, E;
-  double scale;  // never 0
+  double scale;         // never 0
   thalweg_dtype dtype;  // of q, k
   bool causal;
   bool by_index;  // fwd: the list in order of index

@@ -18,28 +18,32 @@ uint64_t key_of(double x) {
   return u >> 63 ? ~u : u | 0x8000000000000000u;
 }
 
-// The E-th largest key of more than E, digit by digit from the top; `ties` gets how many of its equals belong to
-// the E.
-template <class Key, class Score>
-Key threshold(const Score* scores, int64_t n, int64_t E, int64_t* ties) {
+// The E-th largest of more than E keys, digit by digit from the top; `ties` gets how many of its equals belong to the
+// E. Keys that may still be it move to the front of `left`, [n], after each digit.
+template <class Key>
+Key threshold(const Key* keys, int64_t n, int64_t E, Key* left, int64_t* ties) {
   constexpr int kDigit = 11;  // the first one: sign, exponent, two bits more
-  Key prefix = 0, known = 0;
-  int32_t left = int32_t(E);
+  Key found = 0;
+  int32_t rank = int32_t(E);
   for (int high = int(sizeof(Key)) * 8; high > 0; high -= kDigit) {
     const int shift = std::max(high - kDigit, 0);
     const Key digits = (Key(1) << (high - shift)) - 1;
     int32_t count[1 << kDigit] = {};
-    for (int64_t i = 0; i < n; ++i) {
-      const Key key = key_of(scores[i]);
-      if ((key & known) == prefix) ++count[key >> shift & digits];
-    }
+    for (int64_t i = 0; i < n; ++i) ++count[keys[i] >> shift & digits];
     Key digit = digits;
-    while (count[digit] < left) left -= count[digit--];
-    prefix |= digit << shift;
-    known |= digits << shift;
+    while (count[digit] < rank) rank -= count[digit--];
+    found |= digit << shift;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const Key key = keys[i];
+      left[kept] = key;
+      kept += (key >> shift & digits) == digit;
+    }
+    keys = left;
+    n = kept;
   }
-  *ties = left;
-  return prefix;
+  *ties = rank;
+  return found;
 }
 
 // Positions in ascending order to positions by key descending; least digit first.
@@ -68,13 +72,16 @@ int64_t select(const Score* scores, int64_t n, int64_t E, bool by_position, void
   if (n <= E) {
     for (int64_t i = 0; i < n; ++i) positions[i] = int32_t(i);
   } else if (E > 0) {
+    Key *keys = static_cast<Key*>(scratch), *left = keys + n;
+    for (int64_t i = 0; i < n; ++i) keys[i] = key_of(scores[i]);
     int64_t ties;
-    const Key least = threshold<Key>(scores, n, E, &ties);
+    const Key least = threshold(keys, n, E, left, &ties);
     count = 0;
-    for (int64_t i = 0; i < n && count < E; ++i) {
-      const Key key = key_of(scores[i]);
-      if (key < least || (key == least && ties-- <= 0)) continue;
-      positions[count++] = int32_t(i);
+    for (int64_t i = 0; i < n && count < E; ++i) {  // without branches on the scores
+      const int64_t equal = keys[i] == least;
+      positions[count] = int32_t(i);
+      count += int64_t(keys[i] > least) | (equal & int64_t(ties > 0));
+      ties -= equal;
     }
   }
   if (!by_position && count > 1) sort_by_score<Key>(scores, count, scratch, positions);

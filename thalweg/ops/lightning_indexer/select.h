@@ -10,10 +10,11 @@ namespace thalweg::lightning_indexer {
 // descending and at equal values by position ascending, or, with `by_position`, the same ones ascending. NaN
 // counts as minus infinity, -0 as 0. `positions` has room for E, `scratch` has select_bytes() bytes.
 int64_t select_largest(const float* scores, int64_t n, int64_t E, bool by_position, void* scratch, int32_t* positions);
-int64_t select_largest(const double* scores, int64_t n, int64_t E, bool by_position, void* scratch,
-                       int32_t* positions);
+int64_t select_largest(const double* scores, int64_t n, int64_t E, bool by_position, void* scratch, int32_t* positions);
 
-constexpr int64_t select_bytes(int64_t E, int64_t score_bytes) { return E * (2 * score_bytes + 4); }
+constexpr int64_t select_bytes(int64_t n, int64_t E, int64_t score_bytes) {
+  return 2 * n * score_bytes + E * (2 * score_bytes + 4);
+}
 
 }  // namespace thalweg::lightning_indexer
 #endif

@@ -109,7 +109,9 @@ void fill_numbers(const Case& c, Inputs& inputs, Random& random) {
     if (vector && c.dtype == THALWEG_F64 && !is_pass(c, "fwd") && !c.has("integers") && !c.has("equal"))
       for (int64_t i = 0; i < values.count(); ++i) {
         double& x = values.data[size_t(i)];
-        x = i % K == K - 1 ? (2 * std::floor(8 * x) + 1) / 16 : name == "q" ? std::round(8 * x) / 8 : std::round(16 * x) / 16;
+        x = i % K == K - 1 ? (2 * std::floor(8 * x) + 1) / 16
+            : name == "q"  ? std::round(8 * x) / 8
+                           : std::round(16 * x) / 16;
       }
   }
 }
@@ -292,7 +294,8 @@ constexpr const char* kKnobs =
     "p_sum: sum of p, 1 otherwise; p_zeros: about half of p is 0";
 
 const testing::Spec kSpecs[] = {
-    {"lightning_indexer", "fwd", complete, fill, lightning_indexer::reference_fwd, work, limit, kKnobs, "", nullptr, settle},
+    {"lightning_indexer", "fwd", complete, fill, lightning_indexer::reference_fwd, work, limit, kKnobs, "", nullptr,
+     settle},
     {"lightning_indexer", "loss", complete, fill, lightning_indexer::reference_loss, work, limit, kKnobs, ""},
     {"lightning_indexer", "bwd", complete, fill, lightning_indexer::reference_bwd, work, limit, kKnobs, ""},
 };

@@ -47,7 +47,8 @@ Problem plain_scores(const Case& c, const std::vector<double>& keys) {
 }
 
 std::string plain_case(size_t keys, int64_t entries, const std::string& rest = "") {
-  return "lightning_indexer.fwd:f32,T1,H1,K1,S" + std::to_string(keys) + ",E" + std::to_string(entries) + ",scores" + rest;
+  return "lightning_indexer.fwd:f32,T1,H1,K1,S" + std::to_string(keys) + ",E" + std::to_string(entries) + ",scores" +
+         rest;
 }
 
 // ---- order ------------------------------------------------------------------------------------------
@@ -276,7 +277,9 @@ TEST(LightningIndexer, RefusesByName) {
     for (double wrong : {-1.0, 9.0}) {
       problem.set(name, numbers({2}, {2, wrong}));
       EXPECT_EQ(problem.call(), THALWEG_INVALID_ARGUMENT);
-      EXPECT_EQ(std::string(thalweg_last_error()).rfind(std::string("lightning_indexer.fwd: ") + name + ": element 1, got", 0), 0u)
+      EXPECT_EQ(std::string(thalweg_last_error())
+                    .rfind(std::string("lightning_indexer.fwd: ") + name + ": element 1, got", 0),
+                0u)
           << thalweg_last_error();
     }
   }
@@ -289,12 +292,14 @@ TEST(LightningIndexer, RefusesBordersOfKeys) {
     problem.set("cu_seqlens_k", numbers({3}, wrong));
     problem.poison_outputs();
     EXPECT_EQ(problem.call(), THALWEG_INVALID_ARGUMENT);
-    EXPECT_EQ(std::string(thalweg_last_error()).rfind("lightning_indexer.fwd: cu_seqlens_k: element ", 0), 0u) << thalweg_last_error();
+    EXPECT_EQ(std::string(thalweg_last_error()).rfind("lightning_indexer.fwd: cu_seqlens_k: element ", 0), 0u)
+        << thalweg_last_error();
     EXPECT_EQ(problem.check_untouched(), "");
   }
   problem.tensor("cu_seqlens_k") = thalweg_tensor{};
   EXPECT_EQ(problem.call(), THALWEG_INVALID_ARGUMENT);
-  EXPECT_EQ(std::string(thalweg_last_error()), "lightning_indexer.fwd: cu_seqlens: needs cu_seqlens_k, got cu_seqlens without it");
+  EXPECT_EQ(std::string(thalweg_last_error()),
+            "lightning_indexer.fwd: cu_seqlens: needs cu_seqlens_k, got cu_seqlens without it");
   expect_refused("lightning_indexer.loss:f32,varlen=3+5,varlen_k=6+4,H2,K4,E5,p,loss",
                  "lightning_indexer.loss: p: E, got 5, expected at least 6 without indices (the keys of sequence 0)");
 }

@@ -108,8 +108,9 @@ inline void prefetch_keys(const Problem& p, const float* keys, const int64_t* ro
 // u of kTileRows keys and one panel of NV vectors; then w relu(u) is added to the keys' sums, and the signs of u go
 // to signs, which is null where nobody asks.
 template <int NV>
-[[gnu::always_inline]] inline void score_tile(int64_t channels, const float* const* keys, const float* panel, const float* w,
-                                              bool first, float* sums, uint8_t* signs, int64_t signs_row) {
+[[gnu::always_inline]] inline void score_tile(int64_t channels, const float* const* keys, const float* panel,
+                                              const float* w, bool first, float* sums, uint8_t* signs,
+                                              int64_t signs_row) {
   vf acc[kTileRows][NV];
   tile_zero(acc);
 #pragma GCC unroll 2
