@@ -216,7 +216,7 @@ void sweep(const Call& call, const Scratch& x, Tile& tile, const Kept& kept, con
   if (!known) {
     for (int64_t begin = 0; begin < n; begin += kTileKeys) {
       const int64_t count = least(kTileKeys, n - begin);
-      tile.gather(b, query.first, kept.keys + begin, count);
+      tile.gather(b, query.first, kept.keys + begin, count, n - begin);
       multiply_tile(call, x, tile, kept, begin, count);
     }
     if (!has_sums) sum_scores(call, x, kept, n);
@@ -227,7 +227,7 @@ void sweep(const Call& call, const Scratch& x, Tile& tile, const Kept& kept, con
   for (int64_t i = 0; i < p.H * x.d_q_row; ++i) x.d_q[i] = 0;
   for (int64_t begin = 0; begin < n; begin += kTileKeys) {
     const int64_t count = least(kTileKeys, n - begin);
-    if (known || p.wants_d_q) tile.gather(b, query.first, kept.keys + begin, count);
+    if (known || p.wants_d_q) tile.gather(b, query.first, kept.keys + begin, count, n - begin);
     if (known) multiply_tile(call, x, tile, kept, begin, count);
     differentiate(call, x, kept, begin, count);
     if (p.wants_d_q)

@@ -111,7 +111,7 @@ void store_shares(const Call& call, const Scratch& x, Tile& tile, const Query& q
   for (int64_t h = 0; h < x.shape.heads; ++h) x.shrink[h] = h < p.H && x.l[h] != 0 ? 1 / (x.l[h] * float(p.H)) : 0;
   for (int64_t begin = 0; begin < n; begin += kTileKeys) {
     const int64_t count = least(kTileKeys, n - begin);
-    tile.gather(b, query.first, x.keys + begin, count);
+    tile.gather(b, query.first, x.keys + begin, count, n - begin);
     scores(p, count, tile.rows, x.shape.row, x.shape.key, x.q, x.s, x.shape.heads);
     for (int64_t i = 0; i < count; ++i) {
       float share = 0;
@@ -141,7 +141,7 @@ void query_task(void* arg, int64_t task, int64_t slot) {
   start(p, call.in, x);
   for (int64_t begin = 0; begin < n; begin += kTileKeys) {
     const int64_t count = least(kTileKeys, n - begin);
-    tile.gather(b, query.first, x.keys + begin, count);
+    tile.gather(b, query.first, x.keys + begin, count, n - begin);
     scores(p, count, tile.rows, x.shape.row, x.shape.key, x.q, x.s, x.shape.heads);
     soften(x, x.counts + begin, count);
     shrink_outputs(p, x);

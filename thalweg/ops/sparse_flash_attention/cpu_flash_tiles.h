@@ -31,6 +31,7 @@ struct Tile {
   FlashShape shape;
   bool separate;  // values are gathered too
   float* rows;    // [kTileKeys][shape.row]
+  static constexpr int64_t kAhead = 6;
 
   // `v` may be the memory of `k`: then it is not gathered twice.
   static bool is_separate(const Problem& p, const Inputs& in) {
@@ -39,9 +40,23 @@ struct Tile {
   }
   const float* values() const { return separate ? rows + shape.key : rows; }
 
-  void gather(int64_t b, int64_t first, const int32_t* keys, int64_t n) {
+  // Asks for row `row` of k[b], its rope part and its value.
+  void fetch(int64_t b, int64_t row) const {
+    fetch_row(in.k, b, row, p.K);
+    if (p.KR > 0) fetch_row(in.k_rope, b, row, p.KR);
+    if (separate) fetch_row(in.v, b, row, p.V);
+  }
+  static void fetch_row(const thalweg_tensor& t, int64_t b, int64_t row, int64_t width) {
+    const char* from = element_at(t, b, row);
+    for (int64_t at = 0; at < width * element_bytes(t.dtype); at += 64) prefetch(from + at);
+  }
+
+  // Keys [0, n) of a list that goes on to `all`. Rows lie anywhere, so that each would wait for memory: they are asked
+  // for some keys ahead, those of the next tile too.
+  void gather(int64_t b, int64_t first, const int32_t* keys, int64_t n, int64_t all) {
     const int64_t W = key_width(p);
     for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < all) fetch(b, first + keys[i + kAhead]);
       float* row = rows + i * shape.row;
       read_row(p.dtype, element_at(in.k, b, first + keys[i]), p.K, row);
       if (p.KR > 0) read_row(p.dtype, element_at(in.k_rope, b, first + keys[i]), p.KR, row + p.K);

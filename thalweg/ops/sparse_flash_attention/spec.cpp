@@ -72,11 +72,20 @@ std::vector<Sequence> sequences_of(const Case& c, const Inputs* inputs) {
   for (size_t n = 0; n < queries.size(); ++n) {
     Sequence s{packed ? 0 : int64_t(n), query, queries[n], key, keys[n]};
     if (packed) query += queries[n], key += keys[n];
-    if (inputs && inputs->count("q_lens")) s.queries = int64_t(inputs->at("q_lens").data[n]);
-    if (inputs && inputs->count("k_lens")) s.keys = int64_t(inputs->at("k_lens").data[n]);
+    if (inputs && inputs->count("q_lens")) s.queries = int64_t(inputs->at("q_lens").data.at(n));
+    if (inputs && inputs->count("k_lens")) s.keys = int64_t(inputs->at("k_lens").data.at(n));
     list.push_back(s);
   }
   return list;
+}
+
+// Whether a call takes what is there together; the oracle is not asked otherwise.
+bool is_consistent(const Case& c, const Inputs& inputs) {
+  const size_t sequences = sequences_of(c, nullptr).size();
+  for (const char* lengths : {"q_lens", "k_lens"})
+    if (inputs.count(lengths) && inputs.at(lengths).data.size() != sequences) return false;
+  return inputs.count("q_rope") == inputs.count("k_rope") && (inputs.count("v") || c.size("V") <= c.size("K")) &&
+         (!inputs.count("cu_seqlens") || c.size("B") == 1);
 }
 
 // ---- Lists ----
@@ -133,6 +142,7 @@ void pierce(const Case& c, std::vector<int64_t>& list, Random& random) {
 
 void fill_lists(const Case& c, Inputs& inputs, Random& random) {
   const int64_t E = c.size("E"), T = c.size("T"), blank = int64_t(c.number("blank", 0));
+  if (!is_consistent(c, inputs)) return;
   Values& indices = inputs.at("indices");  // queries of no sequence name key 0
   for (const Sequence& s : sequences_of(c, &inputs))
     for (int64_t t = 0; t < s.queries; ++t) {
@@ -197,7 +207,7 @@ struct Forward {
 void fill_results(const Case& c, Inputs& inputs) {
   bool any = false;
   for (const char* name : {"o", "lse", "row_max", "row_sum"}) any = any || inputs.count(name);
-  if (!any) return;
+  if (!any || !is_consistent(c, inputs)) return;
   for (auto& [name, values] : inputs) round_to(values, testing::dtype_in(c, *testing::find_field(*c.pass, name)));
   Forward forward(c, inputs);
   const std::vector<int64_t> rows = {c.size("B"), c.size("T"), c.size("H")};
@@ -242,7 +252,7 @@ void fill(const Case& c, Inputs& inputs, Random& random) {
   }
   fill_lists(c, inputs, random);
   fill_results(c, inputs);
-  if (c.number("poison", 0) != 0) poison(c, inputs);
+  if (c.number("poison", 0) != 0 && is_consistent(c, inputs)) poison(c, inputs);
 }
 
 // ---- Work and limits ----
