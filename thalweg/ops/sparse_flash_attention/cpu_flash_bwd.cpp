@@ -20,7 +20,8 @@
 //          reaches no key. L from the sweep has a largest score of at most L: no exponent is above 0
 // Traps    exp(S - L) of a given L may exceed 1 by L's rounding. A separate `v` that is k's memory is gathered once but has
 //          gradients of its own. Clearing dead heads comes after delta was taken, and d_q of a dead head is cleared at the end
-// Measured see the README
+// Measured Zen 3, one thread, processor time on a loaded machine, K 512, KR 64, E 2048 of 4096 keys, bf16, lse and o given:
+//          41 GFLOP/s with 16 heads (0.45 of the FMA peak); the gradients of keys take 0.34 of it at 47 GFLOP/s
 #include "thalweg/ops/sparse_flash_attention/cpu_flash_tiles.h"
 
 namespace thalweg::sparse_flash_attention {
