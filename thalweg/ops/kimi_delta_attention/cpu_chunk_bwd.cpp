@@ -41,12 +41,13 @@
 //            decayed are right to the last bit, and a Zen core is not slower; other cores may take assists.
 //          - Sub-blocks of 4 tokens with factors of rows and columns would save a third of the pairs' arithmetic, 2 %
 //            of the whole, for sums in d_g that must be put together from pieces: not tried.
-// Measured AVX2 (2 cores of an EPYC, Zen 3, heavily loaded by others), CPU time of alternating runs in one process,
-//          T4096 H2 HV4 K=V=128 float32, one thread, over the gated delta rule's backward: 1.18 (median of 7, 1.02 to
-//          1.33); with fused norm, gate and sigmoid 1.28 (1.23 to 1.66), predicted 1.21. In instructions (T256) 1.14
-//          and 1.19: pairs 6 % of them, decays with the products of keys and queries 9 %, the fused gate 5 %.
-//          B1 T4096 H16 HV32 K=V=128: 16.9 MiB a slot. RMS ratio against float64, random data, every gate from 0 to
-//          -1000: 6e-8 .. 4e-7. AVX-512: right to the same digits with 16 lanes emulated; not timed.
+// Measured AVX2 (2 cores of an EPYC, Zen 3, heavily loaded by others), CPU time of alternating runs in one process, H2
+//          HV4 K=V=128 float32, one thread, over the gated delta rule's backward, medians of 7: 1.18 (T4096) and 1.26
+//          (T2048); with fused norm, gate and sigmoid 1.28 and 1.27; predicted 1.21. Single pairs spread from 1.0 to
+//          1.4 and more. In instructions (T256) 1.14 and 1.19: pairs 6 % of them, decays with the products of keys and
+//          queries 9 %, the fused gate 5 %. B1 T4096 H16 HV32 K=V=128: 16.9 MiB a slot. RMS ratio against float64,
+//          random data, every gate from 0 to -1000: 6e-8 .. 4e-7. AVX-512: right to the same digits with 16 lanes
+//          emulated; not timed.
 #include "thalweg/ops/kimi_delta_attention/cpu_chunk_bwd_steps.h"
 
 namespace thalweg::kimi_delta_attention {
