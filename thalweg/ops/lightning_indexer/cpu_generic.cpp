@@ -198,7 +198,7 @@ void query_task(void* arg, int64_t r, int64_t slot) {
     }
   }
   for (int64_t h = 0; h < p.H; ++h) {
-    for (int64_t c = 0; c < p.K; ++c) d_q[h * p.K + c] *= query.w[h];
+    for (int64_t c = 0; c < p.K && list.n > 0; ++c) d_q[h * p.K + c] *= query.w[h];  // no NaN of a padding query
     if (present(args.d_q))
       store_row(args.d_q, row_offset(args.d_q, r) + h * args.d_q.stride[2], args.d_q.stride[3], p.K, d_q + h * p.K);
     if (present(args.d_w)) store_at(args.d_w, row_offset(args.d_w, r) + h * args.d_w.stride[2], A(p.scale) * d_w[h]);
