@@ -175,7 +175,7 @@ TEST_P(DeltaRuleFaults, SaturatedGateHasFiniteGradients) {
       for_rows(pass_name, std::string("f32,T70,H1,HV2,K16,V16,g,beta,A_log,dt_bias,use_gate") + state + bound,
                [&](const Case& c) {
                  for (double raw : {1000.0, 20.0, 21.0, 17.0, 0.0})
-                   for (double a_log : {800.0, 200.0, 90.0, 80.0, -90.0, 0.0}) {
+                   for (double a_log : {800.0, 200.0, 90.0, 80.0, -80.0, -90.0, 0.0}) {
                      // There the bounded gate is as steep as exp(A_log): its gradient is beyond float32.
                      if (*bound && raw == 0 && a_log >= 80) continue;
                      Problem problem(c);
@@ -186,7 +186,8 @@ TEST_P(DeltaRuleFaults, SaturatedGateHasFiniteGradients) {
                      SCOPED_TRACE("A_log " + std::to_string(a_log) + ", gate input +-" + std::to_string(raw));
                      expect_finite(run(problem));
                      problem.poison_outputs();
-                     if (a_log < 80) expect_oracle(problem);
+                     // Below e^-87 the bounded gate's gradients are subnormal: float32 has few digits of them.
+                     if (a_log < 80 && !(*bound && a_log == -90)) expect_oracle(problem);
                    }
                });
     }
@@ -571,7 +572,7 @@ TEST(DeltaRuleOperators, ADecayPerHeadIsBroadcast) {
     const Case c = tt::parse_case(std::string("kimi_delta_attention.") + pass_name + ":f32,T100,H1,HV2,K16,V16,g=@s200_2_1_0,beta,state");
     Problem broadcast(c);
     Outputs want = run(broadcast);
-    EXPECT_EQ(first_difference(run_with(with(c, {{"g", "1"}}), broadcast.inputs()), want), "");
+    EXPECT_EQ(first_difference(run_with(with(c, {{"g", ""}}), broadcast.inputs()), want), "");
   }
 }
 
