@@ -11,11 +11,12 @@ for fwd and bwd, then the geometric mean and the minimum over all of them, none 
 dtype of float32, bfloat16 and float16. Opponents, the fastest of which counts:
 
     block_sparse_attention    scaled_dot_product_attention with the mask expanded to tokens (and without one where the
-                              mask keeps everything), FlexAttention with the block mask where it compiles (forward)
+                              mask keeps everything), two products and a masked softmax, FlexAttention with the block
+                              mask where it compiles (forward)
     sparse_flash_attention    gather of the listed keys, then matrix products and a softmax; in slices of the queries
 
-The first run makes a virtual environment with PyTorch beside the build (build/torch; about 550 MB are loaded), or takes
-the Python that THALWEG_TORCH names. The library is build/cpu/thalweg/libthalweg.so, called through its pass table. The
+The first run makes a virtual environment with PyTorch beside the build (build/torch; some GB are loaded, since the wheels
+of PyPI bring CUDA along), or takes the Python that THALWEG_TORCH names. The library is build/cpu/thalweg/libthalweg.so, called through its pass table. The
 masks follow the patterns of the cases, from a seed of this script. The machine should be idle. --json writes the
 records, e.g. to bench/results/<machine>-block_sparse_attention.json. --quick takes few cases, under five minutes.
 """
@@ -258,6 +259,11 @@ def run_block_sparse(sizes, options, limit, library):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=None if whole else tokens,
                                                                 enable_gqa=HK != H)
 
+    def plain(q, k, v):
+        k, v = (t.repeat_interleave(H // HK, 1) for t in (k, v))
+        scores = torch.matmul(q, k.transpose(2, 3)) * K ** -0.5
+        return torch.matmul(torch.softmax(scores if whole else scores.masked_fill(~tokens, -math.inf), 3), v)
+
     def flex():
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
         table = mask.bool().contiguous()
@@ -274,6 +280,7 @@ def run_block_sparse(sizes, options, limit, library):
     record = {"density": float(tokens.float().mean())}
     for name in ("fwd", "bwd"):
         opponents = {f"sdpa {dtype}": attention(dtype, name, sdpa) for dtype in DTYPES}
+        opponents["plain f32"] = attention("f32", name, plain)
         if name == "fwd" and not causal and bq % 16 == 0 and bk % 16 == 0:
             opponents.update({f"flex {dtype}": flex_forward(dtype) for dtype in ("f32", "bf16")})
         record[name] = compare({dtype: ours(dtype, name) for dtype in DTYPES}, opponents, limit)

@@ -14,8 +14,6 @@
 // Measured printed by every `thalweg bench`
 #include "tools/thalweg/roof.h"
 
-#include <immintrin.h>
-
 #include "thalweg/cpu/simd.h"
 
 namespace thalweg::roof::THALWEG_ISA {

@@ -70,8 +70,10 @@ template <bool kAdd>
                                                int64_t a_col, const float* b, int64_t b_panel, float* c,
                                                int64_t c_row) {
   for (int64_t n = 0; n < N; n += kPanel, b += b_panel) {
-    if (N - n > kLanes) gemm_panel<2, kAdd>(M, K, a, a_row, a_col, b, kPanel, c + n, c_row, 1.f);
-    else gemm_panel<1, kAdd>(M, K, a, a_row, a_col, b, kPanel, c + n, c_row, 1.f);
+    if (N - n > kLanes)
+      gemm_panel<2, kAdd>(M, K, a, a_row, a_col, b, kPanel, c + n, c_row, 1.f);
+    else
+      gemm_panel<1, kAdd>(M, K, a, a_row, a_col, b, kPanel, c + n, c_row, 1.f);
   }
 }
 

@@ -32,7 +32,8 @@ constexpr const char* kDocKLens = "key tokens in use of each sequence; absent: a
 constexpr const char* kDocScale = "factor of q k; 0: K^-0.5";
 constexpr const char* kDocBlockQ = "query tokens of a block; 0: 128";
 constexpr const char* kDocBlockK = "key tokens of a block; 0: 128";
-constexpr const char* kDocCausal = "1: a query sees no key later than itself; the last query and the last key are level";
+constexpr const char* kDocCausal =
+    "1: a query sees no key later than itself; the last query and the last key are level";
 constexpr const char* kStatistics = "f64 f32";
 
 constexpr const char* kRefused =
@@ -141,8 +142,8 @@ void check_cover(const thalweg_pass& pass, const char* size, int64_t blocks, int
                  const char* what) {
   const int64_t needed = (longest + block - 1) / block;
   if (blocks < needed)
-    fail_field(pass, "block_mask", "%s, got %lld, expected at least %lld (%lld %s in blocks of %lld)", size,
-               ll(blocks), ll(needed), ll(longest), what, ll(block));
+    fail_field(pass, "block_mask", "%s, got %lld, expected at least %lld (%lld %s in blocks of %lld)", size, ll(blocks),
+               ll(needed), ll(longest), what, ll(block));
 }
 
 void check_statistics(const thalweg_pass& pass, const char* name, const thalweg_tensor& t, thalweg_dtype q) {
@@ -167,7 +168,8 @@ Problem check_both(const thalweg_pass& pass, const Args& args, const Sizes& size
   p.causal = args.causal != 0;
   for (const char* size : {"H", "HK", "K", "V"})
     if (sizes[size] < 1) fail_field(pass, sizes.find(size)->from, "%s, got 0, expected at least 1", size);
-  if (p.H % p.HK != 0) fail_field(pass, "q", "H, got %lld, expected a multiple of HK = %lld (from k)", ll(p.H), ll(p.HK));
+  if (p.H % p.HK != 0)
+    fail_field(pass, "q", "H, got %lld, expected a multiple of HK = %lld (from k)", ll(p.H), ll(p.HK));
   if (p.HM != p.H && p.HM != p.HK && p.HM != 1)
     fail_field(pass, "block_mask", "HM, got %lld, expected H = %lld (from q), HK = %lld (from k) or 1", ll(p.HM),
                ll(p.H), ll(p.HK));

@@ -27,21 +27,21 @@ extern "C" {
 
 typedef struct thalweg_block_sparse_attention_fwd_args {
   size_t size THALWEG_INIT(sizeof(thalweg_block_sparse_attention_fwd_args));
-  thalweg_tensor q;             // [B T H K]
-  thalweg_tensor k;             // [B S HK K]
-  thalweg_tensor v;             // [B S HK V]
+  thalweg_tensor q;  // [B T H K]
+  thalweg_tensor k;  // [B S HK K]
+  thalweg_tensor v;  // [B S HK V]
   // [N HM NQ NK] i8, u8 or bool: not 0 keeps the block; HM is H, HK or 1; NQ block_q covers the longest sequence's
   // queries, NK block_k its keys (more blocks are never read)
   thalweg_tensor block_mask;
-  thalweg_tensor sink;          // [H], optional: a logit that joins every softmax of its head and has no value
-  thalweg_tensor cu_seqlens;    // [N+1] i32 or i64, optional; then B == 1: borders of the packed queries
-  thalweg_tensor cu_seqlens_k;  // [N+1] i32 or i64, exactly when cu_seqlens is: borders of the packed keys
-  thalweg_tensor q_lens;        // [N] i32 or i64, optional: query tokens in use of each sequence; absent: all
-  thalweg_tensor k_lens;        // [N] i32 or i64, optional: key tokens in use of each sequence; absent: all
-  thalweg_tensor o;             // out [B T H V]
-  thalweg_tensor lse;           // out [B T H] f32 (f64 where q is), optional: L
-  thalweg_tensor row_max;       // out [B T H], as lse, optional: m = max(s_j, sink); 0 where a query sees nothing
-  thalweg_tensor row_sum;       // out [B T H], as lse, optional: sum exp(s_j - m); 0 where a query sees nothing
+  thalweg_tensor sink;              // [H], optional: a logit that joins every softmax of its head and has no value
+  thalweg_tensor cu_seqlens;        // [N+1] i32 or i64, optional; then B == 1: borders of the packed queries
+  thalweg_tensor cu_seqlens_k;      // [N+1] i32 or i64, exactly when cu_seqlens is: borders of the packed keys
+  thalweg_tensor q_lens;            // [N] i32 or i64, optional: query tokens in use of each sequence; absent: all
+  thalweg_tensor k_lens;            // [N] i32 or i64, optional: key tokens in use of each sequence; absent: all
+  thalweg_tensor o;                 // out [B T H V]
+  thalweg_tensor lse;               // out [B T H] f32 (f64 where q is), optional: L
+  thalweg_tensor row_max;           // out [B T H], as lse, optional: m = max(s_j, sink); 0 where a query sees nothing
+  thalweg_tensor row_sum;           // out [B T H], as lse, optional: sum exp(s_j - m); 0 where a query sees nothing
   double scale THALWEG_INIT(0);     // 0 means K^-0.5
   int64_t block_q THALWEG_INIT(0);  // query tokens of a block; 0 means 128
   int64_t block_k THALWEG_INIT(0);  // key tokens of a block; 0 means 128
@@ -64,14 +64,14 @@ typedef struct thalweg_block_sparse_attention_bwd_args {
   // [B T H], optional: L; or row_max and row_sum instead. A query whose L is not finite or whose row_sum is 0 counts as
   // one that sees nothing, so every convention for such queries (-inf, +inf, NaN, (0, 0)) is understood.
   thalweg_tensor lse;
-  thalweg_tensor row_max;       // [B T H], optional
-  thalweg_tensor row_sum;       // [B T H], exactly when row_max is
-  thalweg_tensor d_o;           // [B T H V], dtype of q, optional: 0
-  thalweg_tensor d_lse;         // [B T H], optional: 0; the gradient of L
-  thalweg_tensor d_q;           // out [B T H K], dtype of q, optional
-  thalweg_tensor d_k;           // out [B S HK K], dtype of q, optional: summed over the query heads that read it
-  thalweg_tensor d_v;           // out [B S HK V], dtype of q, optional: likewise
-  thalweg_tensor d_sink;        // out [H], dtype of sink, optional
+  thalweg_tensor row_max;           // [B T H], optional
+  thalweg_tensor row_sum;           // [B T H], exactly when row_max is
+  thalweg_tensor d_o;               // [B T H V], dtype of q, optional: 0
+  thalweg_tensor d_lse;             // [B T H], optional: 0; the gradient of L
+  thalweg_tensor d_q;               // out [B T H K], dtype of q, optional
+  thalweg_tensor d_k;               // out [B S HK K], dtype of q, optional: summed over the query heads that read it
+  thalweg_tensor d_v;               // out [B S HK V], dtype of q, optional: likewise
+  thalweg_tensor d_sink;            // out [H], dtype of sink, optional
   double scale THALWEG_INIT(0);     // 0 means K^-0.5
   int64_t block_q THALWEG_INIT(0);  // 0 means 128
   int64_t block_k THALWEG_INIT(0);  // 0 means 128

@@ -40,7 +40,8 @@ inline void fill_rows(const thalweg_tensor& t, int64_t b, int64_t begin, int64_t
   if (!is_there(t)) return;
   for (int64_t token = begin; token < end; ++token)
     for (int64_t h = 0; h < t.shape[2]; ++h)
-      for (int64_t i = 0; i < (t.rank > 3 ? t.shape[3] : 1); ++i) thalweg::store_at(t, offset_of(t, b, token, h) + i, x);
+      for (int64_t i = 0; i < (t.rank > 3 ? t.shape[3] : 1); ++i)
+        thalweg::store_at(t, offset_of(t, b, token, h) + i, x);
 }
 
 template <class A>

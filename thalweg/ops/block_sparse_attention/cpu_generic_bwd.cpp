@@ -1,7 +1,8 @@
 // cpu_generic_bwd - block_sparse_attention, bwd, any dtype and strides.
 //
 // Math      P_j = exp(s_j - L),  dS_j = P_j (<d_o, v_j> - delta),  delta = <d_o, o> - d_lse
-//           d_q = scale sum_j dS_j k_j,  d_k_j = scale sum dS_j q,  d_v_j = sum P_j d_o,  d_sink = -sum exp(z - L) delta
+//           d_q = scale sum_j dS_j k_j,  d_k_j = scale sum dS_j q,  d_v_j = sum P_j d_o,
+//           d_sink = -sum exp(z - L) delta
 // Shapes    q [B T H K]  k [B S HK K]  v [B S HK V]  block_mask [N HM NQ NK]  o, d_o [B T H V]  lse [B T H]
 // Takes     everything valid
 // Threads   four phases: L and delta of kRows queries of a head; d_q of the same; d_k and d_v of kRows keys of a key

@@ -1,7 +1,7 @@
 // cpu_generic_fwd - block_sparse_attention, fwd, any dtype and strides.
 //
-// Math      per query: scores of the keys it sees, their maximum m, e_j = exp(s_j - m), l = sum e_j, o = sum e_j v_j / l;
-//           the sink, where there is one, joins m and l
+// Math      per query: scores of the keys it sees, their maximum m, e_j = exp(s_j - m), l = sum e_j,
+//           o = sum e_j v_j / l; the sink, where there is one, joins m and l
 // Shapes    q [B T H K]  k [B S HK K]  v [B S HK V]  block_mask [N HM NQ NK]  o [B T H V]
 // Takes     everything valid
 // Threads   tasks of kRows queries of one head of one sequence, and one for each range of rows of no sequence

@@ -9,15 +9,15 @@ namespace thalweg::block_sparse_attention {
 
 struct Problem {
   int64_t B, T, S, H, HK, K, V;
-  int64_t N;                  // sequences
-  int64_t HM, NQ, NK;         // the mask's heads, query blocks and key blocks
-  int64_t block_q, block_k;   // never 0
+  int64_t N;                     // sequences
+  int64_t HM, NQ, NK;            // the mask's heads, query blocks and key blocks
+  int64_t block_q, block_k;      // never 0
   int64_t longest_q, longest_k;  // tokens of the longest sequence (upper bounds, T and S, in a size query)
-  double scale;               // never 0
-  thalweg_dtype dtype;        // of q, k, v, o
-  bool packed;                // cu_seqlens is there
+  double scale;                  // never 0
+  thalweg_dtype dtype;           // of q, k, v, o
+  bool packed;                   // cu_seqlens is there
   bool causal;
-  bool has_d_o;               // bwd: d_o is there
+  bool has_d_o;  // bwd: d_o is there
 };
 
 // Sequence n: queries [q_begin, q_begin + q_len) and keys [k_begin, k_begin + k_len) of row `batch`.

@@ -88,8 +88,9 @@ struct Scene {
   bool sees(int64_t n, int64_t h, int64_t i, int64_t j) const {
     const thalweg_tensor& mask = args.block_mask;
     const int64_t HM = mask.shape[1], hm = HM == H ? h : HM == 1 ? 0 : h / (H / HK);
-    const uint8_t kept = static_cast<const uint8_t*>(mask.data)[n * mask.stride[0] + hm * mask.stride[1] +
-                                                                i / block_q * mask.stride[2] + j / block_k * mask.stride[3]];
+    const uint8_t kept =
+        static_cast<const uint8_t*>(mask.data)[n * mask.stride[0] + hm * mask.stride[1] + i / block_q * mask.stride[2] +
+                                               j / block_k * mask.stride[3]];
     return kept != 0 && (!args.causal || j <= i + keys(n) - queries(n));
   }
   // Calls body(i, j) for every pair of queries [begin, end) and keys that is seen. Keys rise for each query; a few of
@@ -105,7 +106,8 @@ struct Scene {
 
 template <class Body>
 void in_parallel(int64_t n, Body&& body) {
-  pool_parallel_for(nullptr, n, [](void* arg, int64_t i) { (*static_cast<Body*>(arg))(i); }, &body);
+  pool_parallel_for(
+      nullptr, n, [](void* arg, int64_t i) { (*static_cast<Body*>(arg))(i); }, &body);
 }
 
 // Queries [begin, end) of head h in sequence n.

@@ -62,7 +62,8 @@ std::vector<int64_t> lengths(const Case& c, bool queries) {
   tokens.resize(size_t(c.size("N")));
   if (!c.has(tensor)) return tokens;
   auto it = c.options.find(knob);
-  const std::vector<std::string> words = it == c.options.end() ? std::vector<std::string>{} : testing::split(it->second, '+');
+  const std::vector<std::string> words =
+      it == c.options.end() ? std::vector<std::string>{} : testing::split(it->second, '+');
   for (size_t n = 0; n < tokens.size(); ++n) {
     int64_t wanted = tokens[n] - int64_t(n);  // sequences of different lengths
     if (n < words.size()) {
@@ -79,7 +80,8 @@ void complete(Case& c) {
   auto& sizes = c.sizes;
   auto need = [&](const char* size) {
     if (!sizes.count(size))
-      throw std::invalid_argument(testing::pass_name(*c.pass) + ": " + size + ", got none, expected " + size + "<number>");
+      throw std::invalid_argument(testing::pass_name(*c.pass) + ": " + size + ", got none, expected " + size +
+                                  "<number>");
   };
   need("T"), need("H"), need("K");
   sizes.try_emplace("B", 1);
@@ -270,9 +272,12 @@ double limit(const Case& c, const std::string& output) {
   if (c.has("amp")) return 0;  // peaky: rounding of scores grows with them
   if (c.dtype == THALWEG_F64) return 2e-14;
   switch (testing::dtype_in(c, *testing::find_field(*c.pass, output))) {
-    case THALWEG_BF16: return 4e-3;
-    case THALWEG_F16: return 8e-4;
-    default: return output == "d_sink" ? 5e-6 : 2e-6;
+    case THALWEG_BF16:
+      return 4e-3;
+    case THALWEG_F16:
+      return 8e-4;
+    default:
+      return output == "d_sink" ? 5e-6 : 2e-6;
   }
 }
 

@@ -36,7 +36,9 @@ int64_t index_of(const Values& v, int64_t b, int64_t t, int64_t h, int64_t c = 0
   const int64_t last = v.shape.size() > 3 ? v.shape[3] : 1;
   return ((b * v.shape[1] + t) * v.shape[2] + h) * last + c;
 }
-double at(const Values& v, int64_t b, int64_t t, int64_t h, int64_t c = 0) { return v.data[size_t(index_of(v, b, t, h, c))]; }
+double at(const Values& v, int64_t b, int64_t t, int64_t h, int64_t c = 0) {
+  return v.data[size_t(index_of(v, b, t, h, c))];
+}
 
 // Rows [begin, end) of every head become x.
 Values with_rows(Values v, int64_t begin, int64_t end, double x) {
@@ -123,7 +125,9 @@ TEST(BlockSparseAttention, Edge1And2UnseenIsExactlyZero) {
 TEST(BlockSparseAttention, Edge7RowsThatNobodySeesMayHoldNan) {
   for (double bad : {kNan, std::numeric_limits<double>::infinity()})
     for (const char* pass : {kFwd, kBwd})
-      each_row(std::string(pass) + "f32,T40,S40,H2,K16,block_q=8,block_k=8,mask=dense,holes,q_lens,k_lens,lens_q=33,lens_k=37,lse" + d_o(pass),
+      each_row(std::string(pass) +
+                   "f32,T40,S40,H2,K16,block_q=8,block_k=8,mask=dense,holes,q_lens,k_lens,lens_q=33,lens_k=37,lse" +
+                   d_o(pass),
                [&](const Case& c) {
                  Problem problem(c);
                  const Outputs want = run(problem);
@@ -166,7 +170,8 @@ TEST(BlockSparseAttention, Edge7KeysThatCausalityHidesMayHoldNan) {
     problem.poison_outputs();
     got = run(problem);
     for (const char* name : {"d_k", "d_v"})
-      EXPECT_EQ(out_of_limit(c, {{name, cut(got.at(name), 1, 10, 40)}}, {{name, cut(want.at(name), 1, 10, 40)}}), "") << name;
+      EXPECT_EQ(out_of_limit(c, {{name, cut(got.at(name), 1, 10, 40)}}, {{name, cut(want.at(name), 1, 10, 40)}}), "")
+          << name;
   });
 }
 
@@ -184,54 +189,58 @@ TEST(BlockSparseAttention, Edge27NothingKeptWritesZeros) {
 TEST(BlockSparseAttention, TheSameMaskInSmallerBlocksGivesTheSameBits) {
   for (const char* pass : {kFwd, kBwd})
     for (int64_t block_k : {8, 1})
-      each_row(std::string(pass) + "f32,T50,S100,H2,K16,block_q=16,block_k=24,mask=random:0.5,lse" + d_o(pass), [&](const Case& c) {
-        Problem coarse(c);
-        const Outputs want = run(coarse);
-        const int64_t NK = (100 + block_k - 1) / block_k;
-        Problem fine(with_sizes(with(c, {{"block_k", std::to_string(block_k)}}), {{"NK", NK}}));
-        for (const auto& [name, values] : coarse.inputs()) {
-          if (name != "block_mask") fine.set(name, values);
-          if (name != "block_mask") continue;
-          Values mask{{1, 2, 4, NK}, {}};
-          for (int64_t line = 0; line < 8; ++line)
-            for (int64_t j = 0; j < NK; ++j) mask.data.push_back(values.data[size_t(line * 5 + j * block_k / 24)]);
-          fine.set(name, mask);
-        }
-        fine.poison_outputs();
-        EXPECT_EQ(first_difference(run(fine), want), "");
-      });
+      each_row(std::string(pass) + "f32,T50,S100,H2,K16,block_q=16,block_k=24,mask=random:0.5,lse" + d_o(pass),
+               [&](const Case& c) {
+                 Problem coarse(c);
+                 const Outputs want = run(coarse);
+                 const int64_t NK = (100 + block_k - 1) / block_k;
+                 Problem fine(with_sizes(with(c, {{"block_k", std::to_string(block_k)}}), {{"NK", NK}}));
+                 for (const auto& [name, values] : coarse.inputs()) {
+                   if (name != "block_mask") fine.set(name, values);
+                   if (name != "block_mask") continue;
+                   Values mask{{1, 2, 4, NK}, {}};
+                   for (int64_t line = 0; line < 8; ++line)
+                     for (int64_t j = 0; j < NK; ++j)
+                       mask.data.push_back(values.data[size_t(line * 5 + j * block_k / 24)]);
+                   fine.set(name, mask);
+                 }
+                 fine.poison_outputs();
+                 EXPECT_EQ(first_difference(run(fine), want), "");
+               });
 }
 
 // Query heads that share a key head equal query heads that have copies of it; their gradients add up.
 TEST(BlockSparseAttention, GroupedHeadsEqualRepeatedKeysAndValues) {
-  each_row(std::string(kBwd) + "f32,T50,S60,H4,HK2,K16,block_q=16,block_k=16,mask=random:0.6,lse,d_o", [](const Case& c) {
-    Problem grouped(c);
-    const Outputs got = run(grouped);
-    Problem repeated(with_sizes(c, {{"HK", 4}}));
-    for (const auto& [name, values] : grouped.inputs())
-      repeated.set(name, name == "k" || name == "v" ? take(values, 2, {0, 0, 1, 1}) : values);
-    repeated.poison_outputs();
-    Outputs want = run(repeated);
-    for (const char* name : {"d_k", "d_v"}) {
-      Values sum = take(want.at(name), 2, {0, 2});
-      const Values other = take(want.at(name), 2, {1, 3});
-      for (size_t i = 0; i < sum.data.size(); ++i) sum.data[i] += other.data[i];
-      want[name] = sum;
-    }
-    EXPECT_EQ(out_of_limit(c, got, want), "");
-  });
+  each_row(std::string(kBwd) + "f32,T50,S60,H4,HK2,K16,block_q=16,block_k=16,mask=random:0.6,lse,d_o",
+           [](const Case& c) {
+             Problem grouped(c);
+             const Outputs got = run(grouped);
+             Problem repeated(with_sizes(c, {{"HK", 4}}));
+             for (const auto& [name, values] : grouped.inputs())
+               repeated.set(name, name == "k" || name == "v" ? take(values, 2, {0, 0, 1, 1}) : values);
+             repeated.poison_outputs();
+             Outputs want = run(repeated);
+             for (const char* name : {"d_k", "d_v"}) {
+               Values sum = take(want.at(name), 2, {0, 2});
+               const Values other = take(want.at(name), 2, {1, 3});
+               for (size_t i = 0; i < sum.data.size(); ++i) sum.data[i] += other.data[i];
+               want[name] = sum;
+             }
+             EXPECT_EQ(out_of_limit(c, got, want), "");
+           });
 }
 
 // ---- Statistics ----
 
 // edge 16: (max, sum) are those of scaled scores, and log sum + max is L.
 TEST(BlockSparseAttention, Edge16MaxAndSumAreOfScaledScoresAndGiveL) {
-  each_row(std::string(kFwd) + "f32,T40,S50,H2,K16,scale=0.7,mask=diagonal:0.5,block_q=8,block_k=8,sink,lse,row_max,row_sum",
-           [](const Case& c) {
-             const Outputs got = run(c);
-             for (size_t i = 0; i < got.at("lse").data.size(); ++i)
-               ASSERT_NEAR(got.at("row_max").data[i] + std::log(got.at("row_sum").data[i]), got.at("lse").data[i], 2e-6);
-           });
+  each_row(
+      std::string(kFwd) + "f32,T40,S50,H2,K16,scale=0.7,mask=diagonal:0.5,block_q=8,block_k=8,sink,lse,row_max,row_sum",
+      [](const Case& c) {
+        const Outputs got = run(c);
+        for (size_t i = 0; i < got.at("lse").data.size(); ++i)
+          ASSERT_NEAR(got.at("row_max").data[i] + std::log(got.at("row_sum").data[i]), got.at("lse").data[i], 2e-6);
+      });
 }
 
 // The backward from L, and from (max, sum).
@@ -239,7 +248,8 @@ TEST(BlockSparseAttention, BackwardFromEitherStatistic) {
   const std::string tokens = "f32,T40,S50,H2,K16,mask=random:0.6,block_q=8,block_k=8,sink,d_o";
   each_row(kBwd + tokens + ",lse", [&](const Case& c) {
     const Outputs want = run(c);
-    EXPECT_EQ(out_of_limit(c, run(with_kernel(tt::parse_case(kBwd + tokens + ",row_max,row_sum"), c.kernel)), want), "");
+    EXPECT_EQ(out_of_limit(c, run(with_kernel(tt::parse_case(kBwd + tokens + ",row_max,row_sum"), c.kernel)), want),
+              "");
   });
 }
 
@@ -309,19 +319,21 @@ TEST(BlockSparseAttention, Edge23MaskRowsBeyondTwoToTheThirtyFirst) {
 
 // The same bits when few key heads are shared out to several tasks, for any number of threads.
 TEST(BlockSparseAttention, Edge30TheSameBitsForAnyThreadCountWithOneKeyHead) {
-  each_row(std::string(kBwd) + "f32,T300,S300,H3,HK1,K16,block_q=32,block_k=32,mask=random:0.5,sink,lse,d_o", [](Case c) {
-    c.threads = 1;
-    const Outputs want = run(c);
-    for (int64_t threads : {2, 5, 16}) {
-      c.threads = threads;
-      EXPECT_EQ(first_difference(run(c), want), "") << threads << " threads";
-    }
-  });
+  each_row(std::string(kBwd) + "f32,T300,S300,H3,HK1,K16,block_q=32,block_k=32,mask=random:0.5,sink,lse,d_o",
+           [](Case c) {
+             c.threads = 1;
+             const Outputs want = run(c);
+             for (int64_t threads : {2, 5, 16}) {
+               c.threads = threads;
+               EXPECT_EQ(first_difference(run(c), want), "") << threads << " threads";
+             }
+           });
 }
 
 // ---- Refusals ----
 
-void expect_refusal(const std::string& text, const std::string& error, const std::function<void(Problem&)>& change = {}) {
+void expect_refusal(const std::string& text, const std::string& error,
+                    const std::function<void(Problem&)>& change = {}) {
   Problem problem(tt::parse_case(text));
   if (change) change(problem);
   EXPECT_EQ(problem.call(), THALWEG_INVALID_ARGUMENT) << error;
@@ -344,12 +356,18 @@ TEST(BlockSparseAttention, RefusalsByName) {
   expect_refusal(base + ",B2,N3", op + "block_mask: N, got 3, expected 2 (from q: B)");
   expect_refusal(base + ",varlen=8+12,varlen_k=8+12", op + "cu_seqlens_k: missing, expected [N+1] beside cu_seqlens",
                  [](Problem& p) { p.tensor("cu_seqlens_k") = thalweg_tensor{}; });
-  expect_refusal(base + ",varlen=8+12,varlen_k=8+12", op + "cu_seqlens_k: element 2, got 21, expected at most S = 20 (from k)",
-                 [](Problem& p) { p.set("cu_seqlens_k", {{3}, {0, 8, 21}}); });
+  expect_refusal(base + ",varlen=8+12,varlen_k=8+12",
+                 op + "cu_seqlens_k: element 2, got 21, expected at most S = 20 (from k)", [](Problem& p) {
+                   p.set("cu_seqlens_k", {{3}, {0, 8, 21}});
+                 });
   expect_refusal(base + ",q_lens", op + "q_lens: element 0, got 21, expected 0 to 20 (tokens of the sequence)",
-                 [](Problem& p) { p.set("q_lens", {{1}, {21}}); });
+                 [](Problem& p) {
+                   p.set("q_lens", {{1}, {21}});
+                 });
   expect_refusal(base + ",k_lens=i64", op + "k_lens: element 0, got -1, expected 0 to 20 (tokens of the sequence)",
-                 [](Problem& p) { p.set("k_lens", {{1}, {-1}}); });
+                 [](Problem& p) {
+                   p.set("k_lens", {{1}, {-1}});
+                 });
   const std::string back = std::string(kBwd) + "f32,T20,S20,H4,K8,d_o";
   expect_refusal(back, bwd + "lse: missing, expected [B T H], or row_max and row_sum");
   expect_refusal(back + ",row_max", bwd + "row_sum: missing, expected [B T H] beside row_max");
