@@ -34,7 +34,8 @@
 //          adds up only products that have token t's decay as a factor: nothing cancels under strong decay. KK is
 //          summed in as many parts as a vector has lanes, and dot(d_v_i, u_j) to the last digit: solves with alike
 //          keys and beta near 2 repeat their errors. Triangles are walked, so no token's row reaches what does not
-//          depend on it, infinities and NaN included.
+//          depend on it, infinities and NaN included. Alike keys (cosine 0.9, 0.99) with beta up to 2: at most 1.8
+//          times the error of the float32 recurrence.
 // Traps    - The column b_j starts from what the leaving state gives back and is decayed token by token on its way to
 //            j; at token t it meets the key as decayed to t. So d_g takes one FMA a pair and no sum that cancels.
 //          - Subnormal decays are kept, unlike the gated delta rule's: gradients of states that 16 gates of -6 have
