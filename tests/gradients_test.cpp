@@ -108,6 +108,7 @@ bool check_case(const Case& bwd_case, const thalweg_pass& fwd) {
   Loss loss(forward_case(bwd_case, fwd), problem);
   std::map<std::string, Values> want;
   for (const auto& [name, values] : oracle) {
+    if (!name.starts_with("d_")) continue;  // no gradient
     want[name] = differences(loss, name.substr(2));
     expect_close(values, want[name], "oracle: " + name, 2e-7);
   }
@@ -115,7 +116,8 @@ bool check_case(const Case& bwd_case, const thalweg_pass& fwd) {
     Case forced = with_kernel(bwd_case, row);
     if (!takes(forced)) continue;
     Outputs got = run(forced);
-    for (const auto& [name, values] : got) expect_close(values, want[name], row + ": " + name, 2e-7);
+    for (const auto& [name, values] : got)
+      if (name.starts_with("d_")) expect_close(values, want[name], row + ": " + name, 2e-7);
   }
   return true;
 }
@@ -194,6 +196,7 @@ void adjoint(const thalweg_pass& bwd) {
     Loss loss(forward_case(c, *fwd), problem);
     Random random(3);
     for (const auto& [name, gradient] : gradients) {
+      if (!name.starts_with("d_")) continue;
       Values up = loss.input(name.substr(2)), down = up;
       long double along = 0;
       double size = 0;
