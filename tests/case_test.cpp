@@ -273,7 +273,7 @@ TEST(Compare, RulesOnSingleElements) {
   // Units in the last place, of the wanted value as its storage has it: 2^-7 around 1 in bf16, 2^-10 in f16.
   EXPECT_EQ(share({.name = "", .ulps = 1}, {1 + 0x1p-7, 1 + 0x1p-6, 1 - 0x1p-7}, {1, 1, 1}, THALWEG_BF16), 2.0 / 3);
   EXPECT_EQ(share({.name = "", .ulps = 1}, {1 + 0x1p-7}, {1 - 0x1p-10}, THALWEG_BF16), 1);  // wanted is stored as 1
-  EXPECT_EQ(share({.name = "", .ulps = 32}, {1025, 1057}, {1025 - 32, 1024}, THALWEG_F16), 0.5);
+  EXPECT_EQ(share({.name = "", .ulps = 32}, {1056, 1057}, {1024, 1024}, THALWEG_F16), 0.5);
   EXPECT_EQ(share({.name = "", .ulps = 1}, {0x1p-24, 0x1p-23}, {0, 0}, THALWEG_F16), 0.5);
   EXPECT_EQ(share({.name = "", .ulps = 1}, {INFINITY, std::nan("")}, {INFINITY, std::nan("")}), 1);  // masks are compared before
   tt::Judgement j = tt::judge({.name = "name", .atol = 1, .share = 0.5}, values({1, 5, 3}), values({1, 2, 4}), THALWEG_F32);

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <cstdlib>
 
 #include "testing/fields.h"
 #include "thalweg/core/error.h"
@@ -13,14 +14,27 @@ namespace thalweg::tool {
 namespace {
 
 struct Options {
-  std::vector<std::string> in, out, want;
+  std::vector<std::string> in, out, want, sizes;
   std::string kernel;
   int64_t threads = 0;
   std::map<std::string, std::string> values;  // of the pass's options, as typed
   std::map<std::string, bool> flags;
 };
 
-// Sizes that the inputs bind; what they do not, the operator's usual value.
+// --size NAME=N: sizes that only outputs have, such as the length of a list to find.
+void add_sizes(const Options& options, testing::Case& c) {
+  for (const std::string& word : options.sizes) {
+    const size_t equals = word.find('=');
+    const std::string name = word.substr(0, equals), number = equals == std::string::npos ? "" : word.substr(equals + 1);
+    char* end = nullptr;
+    const long long size = std::strtoll(number.c_str(), &end, 10);
+    if (number.empty() || *end || size < 0) throw UsageError(fmt::format("--size, got {}, expected NAME=N", word));
+    auto [at, is_new] = c.sizes.try_emplace(name, size);
+    if (!is_new && at->second != size) throw UsageError(fmt::format("--size {}: got {}, expected {} (from the inputs)", name, size, at->second));
+  }
+}
+
+// Sizes that the inputs bind, or --size; what they do not, the operator's usual value.
 testing::Case sizes_of(const Options& options, Args& args, const Tensors& tensors) {
   testing::Case c;
   c.pass = &args.pass();
@@ -42,6 +56,7 @@ testing::Case sizes_of(const Options& options, Args& args, const Tensors& tensor
   }
   for (const auto& [name, value] : options.values)
     if (!value.empty()) c.options[name] = value;
+  add_sizes(options, c);
   testing::spec_of(*c.pass).complete(c);
   if (c.sizes.count("B")) c.sizes.try_emplace("N", c.sizes["B"]);
   return c;
@@ -178,7 +193,7 @@ void check_extras(const thalweg_pass& pass, const std::vector<std::string>& extr
   std::string names;
   for (int64_t i = 0; i < pass.num_fields; ++i)
     if (pass.fields[i].kind != THALWEG_TENSOR) names += std::string(" --") + pass.fields[i].name;
-  throw UsageError(fmt::format("{}: got {}, expected --in --out --want --threads --kernel or an option:{}", pass_name(pass), extras[0], names));
+  throw UsageError(fmt::format("{}: got {}, expected --in --out --want --size --threads --kernel or an option:{}", pass_name(pass), extras[0], names));
 }
 
 }  // namespace
@@ -199,6 +214,7 @@ Action add_run(CLI::App& app) {
     one.add_option("--in", options.in, "FILE.safetensors, or name=FILE.npy; may be repeated")->required()->type_name("FILE")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     one.add_option("--out", options.out, "FILE.safetensors for all outputs, or name=FILE.npy; may be repeated")->required()->type_name("FILE")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     one.add_option("--want", options.want, "Optional outputs, separated by commas, with a dtype where wished (final_state=bf16); all")->type_name("NAMES")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+    one.add_option("--size", options.sizes, "A size that no input has (E=2048); may be repeated")->type_name("NAME=N")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     one.add_option("--threads", options.threads, "Threads (default: the library's)")->type_name("N")->check(CLI::Range(1, 1024).description(""));
     one.add_option("--kernel", options.kernel, "Force a kernel row")->type_name("NAME");
     for (int64_t f = 0; f < pass->num_fields; ++f)

@@ -388,6 +388,7 @@ void expect_run_equals_call(const testing::Case& c) {
   files::write_safetensors(folder.file("in.safetensors"), arrays);
   std::vector<std::string> args{"run", tool::pass_name(pass), "--in", folder.file("in.safetensors"), "--out", folder.file("out.safetensors")};
   if (!want.empty()) args.insert(args.end(), {"--want", want});
+  for (const auto& [name, size] : c.sizes) args.insert(args.end(), {"--size", name + "=" + std::to_string(size)});
   Outcome o = tool(args);
   ASSERT_EQ(o.code, 0) << c.text() << ": " << o.err;
   ASSERT_EQ(problem.call(), THALWEG_OK) << thalweg_last_error();
@@ -397,6 +398,14 @@ void expect_run_equals_call(const testing::Case& c) {
     thalweg_tensor& t = problem.tensor(name);
     ASSERT_EQ(got.dtype, t.dtype) << name;
     EXPECT_EQ(std::memcmp(got.data.data(), t.data, got.data.size()), 0) << c.text() << ": " << name;
+  }
+  for (const char* name : {"H", "D"}) {
+    if (!c.sizes.count(name)) continue;
+    std::string more = std::to_string(c.size(name) + 1), had = std::to_string(c.size(name));
+    args.back() = std::string(name) + "=" + more;
+    expect_refused(args, "--size " + std::string(name) + ": got " + more + ", expected " + had);
+    args.back() = std::string(name) + "=x";
+    expect_refused(args, "--size, got " + args.back() + ", expected NAME=N");
   }
 }
 
