@@ -75,6 +75,7 @@ std::string random_case(Random& random, const thalweg_pass& pass) {
     if (name == "R" || (!lengths.empty() && (name == "B" || name == "N" || name == "T"))) continue;
     if (name == "HV" || (name == "V" && chance(random, 0.5)) || (name == "N" && tt::find_field(pass, "cu_seqlens"))) continue;
     if (name == "M" && std::string_view(pass.name) == "decode") continue;
+    if (name == "HK" || name == "HM" || name == "NQ" || name == "NK") continue;  // they follow from others
     text += "," + name + std::to_string(random_size(random, name, pass));
   }
   std::vector<std::string> names = tt::size_names(pass);
@@ -83,6 +84,7 @@ std::string random_case(Random& random, const thalweg_pass& pass) {
     int64_t H = at == std::string::npos ? 1 : std::atoll(text.c_str() + at + 2);
     text += ",HV" + std::to_string(H * pick(random, {1, 1, 2, 3}));
   }
+  if (std::find(names.begin(), names.end(), "HK") != names.end() && chance(random, 0.4)) text += ",HK1";
   if (!lengths.empty()) text += ",varlen=" + lengths;
   for (int64_t i = 0; i < pass.num_fields; ++i) {
     const thalweg_field& field = pass.fields[i];
