@@ -22,11 +22,14 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-double& at(const thalweg_tensor& t, int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) {
+double* place(const thalweg_tensor& t, int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) {
   const int64_t index[4] = {i, j, k, l};
   int64_t offset = 0;
   for (int axis = 0; axis < t.rank; ++axis) offset += index[axis] * t.stride[axis];
-  return static_cast<double*>(t.data)[offset];
+  return static_cast<double*>(t.data) + offset;
+}
+double& at(const thalweg_tensor& t, int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) {
+  return *place(t, i, j, k, l);
 }
 
 int64_t number_at(const thalweg_tensor& t, int64_t i, int64_t j, int64_t l) {
@@ -77,7 +80,7 @@ double score(const Args& args, int64_t b, int64_t t, int64_t key, std::vector<do
   u->assign(size_t(H), 0);
   double sum = 0;
   for (int64_t h = 0; h < H; ++h) {
-    const double *q = &at(args.q, b, t, h), *k = &at(args.k, b, key);
+    const double *q = place(args.q, b, t, h), *k = place(args.k, b, key);
     const int64_t q_step = args.q.stride[3], k_step = args.k.stride[2];
     double dot = 0;
     for (int64_t i = 0; i < K; ++i) dot += q[i * q_step] * k[i * k_step];
