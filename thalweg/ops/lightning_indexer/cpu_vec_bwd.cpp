@@ -96,7 +96,7 @@ void write_dI(const Call& call, int64_t r, const ListFacts& facts, const Slot& s
   float* dI = slot.dI;
   float d_loss = 0;
   if (args.d_loss.dtype) read_row(args.d_loss.dtype, element_at(args.d_loss, r / call.p.T, r % call.p.T), 1, &d_loss);
-  const float factor = facts.total / facts.sum;
+  const float factor = float(facts.total / facts.sum);
   for (int64_t i = 0; i < facts.n; ++i) dI[i] = args.d_loss.dtype ? d_loss * (factor * s.y[i] - s.p[i]) : 0.f;
   if (!args.d_scores.dtype) return;
   read_entries(call.p, args.d_scores, r, facts.n, s, s.y);

@@ -31,10 +31,17 @@ inline void lay_out_list(const Problem& p, Cutter* memory, ListScratch* out) {
 
 // What a row's entries have in common.
 struct ListFacts {
-  int64_t n;       // visible entries
-  float top, sum;  // largest score; sum of exp(I - top)
-  float total;     // sum of p
+  int64_t n;     // visible entries
+  float top;     // largest score
+  double sum;    // of exp(I - top)
+  double total;  // of p
 };
+
+inline double sum_of(const float* x, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += double(x[i]);
+  return sum;
+}
 
 // The entries' elements of a row of t [B T E] to out.
 inline void read_entries(const Problem& p, const thalweg_tensor& t, int64_t r, int64_t n, const ListScratch& s,
@@ -63,20 +70,14 @@ inline ListFacts score_list(const Problem& p, const Mask& mask, const thalweg_te
                 signs ? signs + i * (pitch.heads / 8) : nullptr);
   }
   for (int64_t i = facts.n; i < round_up(facts.n, kLanes); ++i) s.scores[i] = -infinity();
-  vf top = set1(-infinity()), sum = zero();
+  vf top = set1(-infinity());
   for (int64_t i = 0; i < facts.n; i += kLanes) top = max(top, load(s.scores + i));
   facts.top = hmax(top);
-  for (int64_t i = 0; i < facts.n; i += kLanes) {
-    const vf y = exp(load(s.scores + i) - set1(facts.top));
-    store(s.y + i, y);
-    sum += y;
-  }
-  facts.sum = hsum(sum);
+  for (int64_t i = 0; i < facts.n; i += kLanes) store(s.y + i, exp(load(s.scores + i) - set1(facts.top)));
+  facts.sum = sum_of(s.y, facts.n);
   if (!teacher.dtype) return facts;
   read_entries(p, teacher, r, facts.n, s, s.p);
-  double total = 0;
-  for (int64_t i = 0; i < facts.n; ++i) total += double(s.p[i]);
-  facts.total = float(total);
+  facts.total = sum_of(s.p, facts.n);
   return facts;
 }
 

@@ -156,8 +156,11 @@ void fill_teacher(const Case& c, const MaskArgs& mask, const Values* list, Value
       counts[size_t(e)] = s >= double(keys.begin) && s < double(keys.end);
       if (counts[size_t(e)]) sum += x;
     }
-    for (int64_t e = 0; e < E; ++e)
-      if (counts[size_t(e)] && sum > 0) p->data[size_t(r * E + e)] *= c.number("p_sum", 1) / sum;
+    for (int64_t e = 0; e < E; ++e) {
+      double& x = p->data[size_t(r * E + e)];
+      if (counts[size_t(e)] && sum > 0) x *= c.number("p_sum", 1) / sum;
+      if (c.dtype != THALWEG_F64) x = double(float(x));  // what is lost below float32 is not the kernel's error
+    }
   }
 }
 
