@@ -231,7 +231,8 @@ TEST(LightningIndexer, TheTeachersSumIsAFactor) {
     for (double& x : p.data) x = 0.75;  // equal scores: softmax is 1 / 8, sum p is 6
     problem.set("p", p);
     problem.poison_outputs();
-    for (double x : run(problem).at("d_q").data) EXPECT_NEAR(x, 0, 1e-5);
+    const Values d_q = run(problem).at("d_q");
+    for (double x : d_q.data) EXPECT_NEAR(x, 0, 1e-5);
   });
 }
 
