@@ -60,7 +60,8 @@ class Loss {
     for (const auto& [out, weight] : weights_) {
       Values got = problem_.read(out);
       for (size_t i = 0; i < got.data.size(); ++i)
-        if (got.data[i] != -INFINITY) sum += (long double)(got.data[i]) * weight.data[i];  // log of an empty sum: a constant
+        // Constants: the log of an empty sum; a row of no sequence, whose weight a case may have made NaN.
+        if (got.data[i] != -INFINITY && std::isfinite(weight.data[i])) sum += (long double)(got.data[i]) * weight.data[i];
     }
     return sum;
   }
