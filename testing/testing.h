@@ -107,7 +107,8 @@ struct Spec {
   void (*reference)(const void* args);
   Work (*work)(const Case&);
   // RMS-ratio limit of one output, for the case's dtype and kernel (filled in also when the library
-  // chose it). 0: judged by the table's last row alone, at most 4 times its error on the same case.
+  // chose it). 0: judged by the table's last row alone, at most 4 times its error on the same case. Below 0, for sums
+  // that may nearly cancel: its absolute value, or for the other rows 4 times the last one's error where that is more.
   double (*limit)(const Case&, const std::string& output);
   // Options for fill(), "name: meaning; name: meaning".
   const char* knobs;

@@ -62,7 +62,8 @@ testing::Case sizes_of(const Options& options, Args& args, const Tensors& tensor
   return c;
 }
 
-// float32 (float64 beside float64 inputs) where the pass takes it: states and statistics; else the main dtype.
+// float32 (float64 beside float64 inputs) where the pass takes it: states and statistics; else the main dtype, or
+// what the table names first (indices).
 thalweg_dtype default_dtype(const thalweg_field& field, const thalweg_pass& pass, thalweg_dtype main, Args& args) {
   if (field.dtypes[0] == '=') {
     const thalweg_field* other = testing::find_field(pass, field.dtypes + 1);
@@ -70,7 +71,7 @@ thalweg_dtype default_dtype(const thalweg_field& field, const thalweg_pass& pass
   }
   for (thalweg_dtype dtype : {main == THALWEG_F64 ? main : thalweg_dtype(THALWEG_F32), main})
     if (testing::accepts_dtype(pass, field, dtype)) return dtype;
-  return THALWEG_F32;
+  return testing::parse_dtype(testing::words(field.dtypes).front());
 }
 
 // Names of --want with their dtypes; "all" stands for every output that the inputs given allow.

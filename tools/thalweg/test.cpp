@@ -381,7 +381,7 @@ void expect_run_equals_call(const testing::Case& c) {
     for (size_t a = shape.size(); a-- > 0; stride *= shape[a]) plain = plain && (t.stride[a] == stride || shape[a] == 1);
     if (f.role != THALWEG_OUT)
       arrays.push_back({f.name, t.dtype, shape, {}, {static_cast<const std::byte*>(t.data), size_t(count) * thalweg_dtype_bytes(t.dtype)}});
-    else if (f.optional)
+    else if (f.optional || f.dtypes[0] != '=')
       want += std::string(want.empty() ? "" : ",") + f.name + "=" + thalweg_dtype_name(t.dtype);
   }
   if (!plain) return;  // options and layouts have their own tests
@@ -422,8 +422,10 @@ TEST(Tool, VerifyWritesItsVerdict) {
   tool::Json v = tool::Json::parse(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
   EXPECT_EQ(v["verdict"], "passed");
   for (const char* member : {"criterion", "commit", "machine", "command", "date", "cases"}) EXPECT_TRUE(v.contains(member)) << member;
-  EXPECT_FALSE(v["cases"][0]["outputs"].empty());
-  EXPECT_TRUE(v["cases"][0]["outputs"][0].contains("rms_ratio"));
+  int compared = 0;  // rows that this machine cannot run have no figures
+  for (const tool::Json& row : v["cases"])
+    for (const tool::Json& output : row["outputs"]) compared += output.contains("rms_ratio");
+  EXPECT_GT(compared, 0);
   expect_refused({"verify", name + ",kernel=nothing"}, "kernel, got nothing, expected one of:");
 }
 

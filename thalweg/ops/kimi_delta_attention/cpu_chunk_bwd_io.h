@@ -80,15 +80,16 @@ inline void apply_gate(const ChannelGate& gate, const float* bias, int64_t count
     }
 }
 
-// d_g, blocks: from gradients of gates to those of raw gates. Adds to d_bias [width] and to *d_A_log.
+// d_g, blocks: from gradients of gates to those of raw gates. Adds to d_bias [width] and to *d_A_log, whose terms
+// cancel: float32 adds up kRows of them, float64 the rest.
 inline void gate_gradients(const ChannelGate& gate, const float* bias, const float* raw, int64_t count, int64_t width,
                            float* d_g, double* d_bias, double* d_A_log) {
-  vf A_log = zero();
   alignas(64) float columns[kRows];
   for (int64_t k = 0; k < width; k += kRows) {
     vf column[kBV];
     for (int v = 0; v < kBV; ++v) column[v] = zero();
-    for (int64_t i = 0; i < count; ++i)
+    for (int64_t i = 0; i < count; ++i) {
+      vf A_log = zero();
       for (int v = 0; v < kBV; ++v) {
         const int64_t at = k * kC + i * kRows + v * kLanes;
         const GateSlopes slopes = gate_slopes(gate, load(raw + at) + load(bias + k + v * kLanes));
@@ -97,10 +98,11 @@ inline void gate_gradients(const ChannelGate& gate, const float* bias, const flo
         column[v] = column[v] + d_raw;
         store(d_g + at, d_raw);
       }
+      *d_A_log += double(hsum(A_log));
+    }
     for (int v = 0; v < kBV; ++v) store(columns + v * kLanes, column[v]);
     for (int64_t i = 0; i < kRows; ++i) d_bias[k + i] += double(columns[i]);
   }
-  *d_A_log += double(hsum(A_log));
 }
 
 }  // namespace
