@@ -30,7 +30,8 @@ constexpr float kLowest = -3.40282347e38f;  // where a maximum starts: finite, s
   return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23));  // as a product: NaN stays
 #else
   const vf n = round(bounded);
-  return scale_by_power(power_of_fraction(bounded - n), n);
+  const vf power = scale_by_power(power_of_fraction(bounded - n), n);
+  return where_greater(set1(-126.5f), x, zero(), power);  // or a score of -inf would weigh 2^-127
 #endif
 }
 
