@@ -102,7 +102,7 @@ void reused_memory(const thalweg_pass& pass) {
     other.seed = 1234;
     Problem second(other);
     std::map<std::string, Values> changed = second.inputs();
-    if (is_packed(c)) {  // other borders of equal count
+    if (is_packed(c) && !c.has("q_lens") && !c.has("k_lens")) {  // other borders of equal count
       Values& cu = changed.at("cu_seqlens");
       for (size_t i = 1; i + 1 < cu.data.size(); ++i) cu.data[i] = std::floor(cu.data[i] / 2);
       second.set("cu_seqlens", cu);
@@ -235,14 +235,15 @@ void packed_is_separate(const thalweg_pass& pass) {
         EXPECT_EQ(out_of_limit(one, {{name, cut(whole.at(name), part.axis, part.begin, part.end)}}, {{name, values}}), "") << "sequence " << n;
       }
     }
-    // Rows that belong to no sequence: 0; of a list of keys and its scores, what an empty list has.
+    // Rows that belong to no sequence: 0; of a list of keys and its scores, what an empty list has; of a log of a sum
+    // also what a row without keys has.
     for (const auto& [name, values] : whole) {
       const thalweg_field& field = *tt::find_field(pass, name);
       int64_t end = cu.empty() ? 0 : int64_t(cu.back());
       if (axis_of(field, "T") != 1) continue;
       Values rest = cut(values, 1, end, values.shape[1]);
       const double empty = tt::is_integer(tt::dtype_in(c, field)) ? -1 : name == "scores" ? -INFINITY : 0;
-      for (double x : rest.data) ASSERT_EQ(x, empty) << name;
+      for (double x : rest.data) ASSERT_TRUE(x == empty || (name == "lse" && x == -INFINITY)) << name << ": " << x;
     }
   });
   EXPECT_GT(tried, 0);

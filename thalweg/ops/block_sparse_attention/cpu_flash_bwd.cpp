@@ -5,8 +5,8 @@
 //           with L in units of log 2 and delta = <dO, o> - d_lse of each query; scale is multiplied in at the end
 // Shapes    q [B T H K]  k [B S HK K]  v [B S HK V]  block_mask [N HM NQ NK]  o, d_o [B T H V]  lse [B T H]
 // Takes     f32, bf16, f16; K and V up to 512; any block sizes, mask and strides
-// Threads   a task is one key head of one sequence with all its query heads, and owns dK and dV of it. Where there are
-//           fewer than kTasks of those, the query tiles are dealt out to several tasks with sums of their own, which a
+// Threads   a task is one key head of one sequence with all its query heads, and owns dK and dV of it. Where a sequence
+//           has fewer than kTasks key heads, the query tiles are dealt out to several tasks with sums of their own, which a
 //           second phase adds up in order
 // Vectors   queries along the lanes of P and dS; K and V along those of the gradients
 // Tile      up to 64 queries x 96 keys, keys from any blocks. dK and dV gather straight into the rows of their keys
@@ -29,10 +29,9 @@ constexpr int64_t kQueries = 64;
 constexpr int64_t kTasks = 8;     // fewer key heads than this are shared out
 constexpr int64_t kSumRows = 64;  // keys of a task that adds up
 
-// How many tasks share a key head; the same for any number of threads, and in a size query.
+// How many tasks share a key head; the same for any number of threads and sequences, and in a size query.
 int64_t num_shares(const Problem& p, const Cut& cut) {
-  const int64_t heads = p.N * p.HK, tiles = ceil_div(p.T, p.block_q) * cut.pieces;
-  const int64_t shares = heads == 0 ? 1 : ceil_div(kTasks, heads);
+  const int64_t tiles = ceil_div(p.T, p.block_q) * cut.pieces, shares = ceil_div(kTasks, p.HK);
   return shares < tiles ? shares : tiles > 0 ? tiles : 1;
 }
 
