@@ -13,7 +13,7 @@ namespace {
 namespace tt = thalweg::testing;
 
 const std::vector<std::string> kSets = {"smoke", "ci", "edge"};
-constexpr double kSmall = 6e7;
+constexpr double kSmall = 4e7;
 
 // ---- Bits ----
 
