@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measures what docs/benchmarks.md shows: every @perf case, the long ones once, decode with its state in cache, pairs
-# of layouts, and Kimi delta attention beside the gated delta rule, on two threads, with AVX-512 (where the machine has it) and AVX2 kernels.
+# of layouts, and Kimi delta attention beside the gated delta rule, on two threads, with AVX-512 (where the machine has
+# it) and AVX2 kernels.
 #
 #   scripts/bench.sh OUT.jsonl [PROCESSES [SECONDS]]     (5 processes of 1 second by default; about 15 minutes)
 #

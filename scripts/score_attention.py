@@ -7,7 +7,8 @@ Of every case of the operator's set it prints the ratio
 
     score = time of the strongest opponent / time of this library          (above 1: the library is faster)
 
-for fwd and bwd, then the geometric mean and the minimum over all of them, none left out. Each side runs at its fastest
+for fwd and bwd, then the geometric mean and the minimum over all that ran. Packed cases, and lists of blocks of several
+keys, have no opponent yet: they are named as left out. Each side runs at its fastest
 dtype of float32, bfloat16 and float16. Opponents, the fastest of which counts:
 
     block_sparse_attention    scaled_dot_product_attention with the mask expanded to tokens (and without one where the

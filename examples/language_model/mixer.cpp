@@ -113,13 +113,17 @@ void apply_delta_rule(Threads& threads, const Config& c, Pass pass, int64_t B, i
   auto context = threads.context();
   using namespace thalweg;
   if (pass == Pass::kDecode && kda)
-    decode_tokens<kimi_delta_attention_decode_args>(c, views, w, *state, [&](auto& a) { kimi_delta_attention_decode(a, context); });
+    decode_tokens<kimi_delta_attention_decode_args>(
+        c, views, w, *state, [&](auto& a) { kimi_delta_attention_decode(a, context); });
   else if (pass == Pass::kDecode)
-    decode_tokens<gated_delta_rule_decode_args>(c, views, w, *state, [&](auto& a) { gated_delta_rule_decode(a, context); });
+    decode_tokens<gated_delta_rule_decode_args>(
+        c, views, w, *state, [&](auto& a) { gated_delta_rule_decode(a, context); });
   else if (kda)
-    read_tokens<kimi_delta_attention_fwd_args>(c, views, w, state, [&](auto& a) { kimi_delta_attention_fwd(a, context); });
+    read_tokens<kimi_delta_attention_fwd_args>(
+        c, views, w, state, [&](auto& a) { kimi_delta_attention_fwd(a, context); });
   else
-    read_tokens<gated_delta_rule_fwd_args>(c, views, w, state, [&](auto& a) { gated_delta_rule_fwd(a, context); });
+    read_tokens<gated_delta_rule_fwd_args>(
+        c, views, w, state, [&](auto& a) { gated_delta_rule_fwd(a, context); });
 }
 
 void delta_rule_backward(Threads& threads, const Config& c, int64_t B, int64_t T, const MixerWeights& w,
@@ -128,9 +132,11 @@ void delta_rule_backward(Threads& threads, const Config& c, int64_t B, int64_t T
   auto context = threads.context();
   using namespace thalweg;
   if (c.mixer == Mixer::kKda)
-    read_tokens_backward<kimi_delta_attention_bwd_args>(c, views, d_views, w, d_w, [&](auto& a) { kimi_delta_attention_bwd(a, context); });
+    read_tokens_backward<kimi_delta_attention_bwd_args>(
+        c, views, d_views, w, d_w, [&](auto& a) { kimi_delta_attention_bwd(a, context); });
   else
-    read_tokens_backward<gated_delta_rule_bwd_args>(c, views, d_views, w, d_w, [&](auto& a) { gated_delta_rule_bwd(a, context); });
+    read_tokens_backward<gated_delta_rule_bwd_args>(
+        c, views, d_views, w, d_w, [&](auto& a) { gated_delta_rule_bwd(a, context); });
 }
 
 }  // namespace

@@ -11,7 +11,7 @@
 // Numerics float32 (thalweg/cpu/blocks/channel_gate.h); sums over 64 tokens in float32, these per block and the
 //          blocks in order in float64; d_dt_bias sums d_x before it is rounded
 // Traps    a slope may be beyond float32 where its product with d_g is not: it comes in two factors (GateSlopes).
-// Measured
+// Measured not timed on a quiet machine yet; `thalweg bench kda_gate.bwd@perf` prints it
 #include "thalweg/ops/kda_gate/vec.h"
 
 namespace thalweg::kda_gate {

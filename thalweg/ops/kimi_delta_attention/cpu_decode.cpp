@@ -11,7 +11,8 @@
 // Scratch  as there
 // Numerics float32; a to 2 ulp. A decay of 0 wipes its row of S.
 // Traps    as there
-// Measured not yet
+// Measured 2 Zen 3 cores, AVX2, 48 states of K = V = 128, HV = 32, from memory: 13.2 ms, 1.68 times a scale in place;
+//          the gated delta rule 12.6 ms in the same run.
 #include "thalweg/delta_rule/cpu_decode.h"
 #include "thalweg/ops/kimi_delta_attention/problem.h"
 
