@@ -25,7 +25,10 @@ inline void lay_out_list(const Problem& p, Cutter* memory, ListScratch* out) {
   out->weights = memory->take<float>(pitch.heads);
   out->entries = memory->take<int32_t>(p.E);
   out->keys = memory->take<int64_t>(p.E);
-  for (float** row : {&out->scores, &out->y, &out->p, &out->line}) *row = memory->take<float>(E);
+  out->scores = memory->take<float>(E);
+  out->y = memory->take<float>(E);
+  out->p = memory->take<float>(E);
+  out->line = memory->take<float>(E);
   out->sums = memory->take<float>(kBlockKeys * kLanes);
 }
 

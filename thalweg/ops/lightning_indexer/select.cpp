@@ -90,6 +90,10 @@ int64_t select(const Score* scores, int64_t n, int64_t E, bool by_position, void
 
 }  // namespace
 
+int64_t select_bytes(int64_t n, int64_t E, int64_t score_bytes) {
+  return 2 * n * score_bytes + E * (2 * score_bytes + 4);
+}
+
 int64_t select_largest(const float* scores, int64_t n, int64_t E, bool by_position, void* scratch, int32_t* positions) {
   return select<uint32_t>(scores, n, E, by_position, scratch, positions);
 }

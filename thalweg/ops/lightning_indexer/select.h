@@ -12,9 +12,7 @@ namespace thalweg::lightning_indexer {
 int64_t select_largest(const float* scores, int64_t n, int64_t E, bool by_position, void* scratch, int32_t* positions);
 int64_t select_largest(const double* scores, int64_t n, int64_t E, bool by_position, void* scratch, int32_t* positions);
 
-constexpr int64_t select_bytes(int64_t n, int64_t E, int64_t score_bytes) {
-  return 2 * n * score_bytes + E * (2 * score_bytes + 4);
-}
+int64_t select_bytes(int64_t n, int64_t E, int64_t score_bytes);
 
 }  // namespace thalweg::lightning_indexer
 #endif
