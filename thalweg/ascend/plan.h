@@ -1,0 +1,143 @@
+// What a kernel would do on an Ascend device: tile, on-chip memory, data movement, split over cores. A Plan is
+// arithmetic only; no compiler is needed for it, and no time is predicted. docs/ascend.md has the formulas.
+#ifndef THALWEG_ASCEND_PLAN_H
+#define THALWEG_ASCEND_PLAN_H
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "thalweg/ascend/device.h"
+#include "thalweg/core/types.h"
+
+namespace thalweg::ascend {
+
+enum class Mode {
+  kSingle,      // one program, one task
+  kPersistent,  // as many programs as cores; each loops over tasks px, px + nx, ...
+};
+
+// How the gate of a chunk lies in device memory: HV = 1 makes the two alike.
+enum class Gate {
+  kNone,        // the problem has no gate
+  kHeadsFirst,  // [HV T]: transposed by the host, stride 1
+  kTokensFirst  // [T HV]: as given, stride HV
+};
+
+// What is asked for: sizes and facts, no pointers. Letters as in docs/conventions.md.
+struct Problem {
+  std::string kernel;  // name of a row of kernels(): "gated_delta_rule.bwd/dv_local"
+  std::string text;    // the case string that it came from
+  thalweg_dtype dtype = THALWEG_BF16;      // of q, k, v, d_o (x of kda_gate)
+  thalweg_dtype out_dtype = THALWEG_F32;   // kda_gate.fwd: of g; kda_gate.bwd: of d_g, which is read
+  int64_t B = 1, T = 0, S = 0;             // S: keys, where they are tokens of their own
+  int64_t H = 1, HV = 1, K = 0, V = 0;     // kda_gate: HV heads of K channels
+  int64_t block_q = 0, block_k = 0;        // block_sparse_attention
+  int64_t E = 0;                           // sparse_flash_attention: entries of a query's list
+  bool has_A_log = false, has_dt_bias = false;  // kda_gate
+  bool reverse = false;                    // cumsum: suffix sums (the backward's)
+  Gate gate = Gate::kNone;                 // which layout the kernel reads
+  std::vector<int64_t> lengths;            // packed sequences (then B = 1); empty: B of T tokens
+  bool is_packed = false;                  // has cu_seqlens
+
+  std::vector<int64_t> sequences() const;  // lengths, or B times T
+};
+
+// 0 where the kernel has no such side.
+struct Tile {
+  int64_t BT = 0;  // tokens (query tokens in dkdv)
+  int64_t BM = 0;  // key tokens of a dkdv tile
+  int64_t K = 0;   // channels; of kda_gate and dkdv the only width
+  int64_t V = 0;
+  bool operator==(const Tile&) const = default;
+};
+
+// One tile alive at the point where its memory is fullest.
+struct Buffer {
+  std::string name;
+  int64_t bytes;  // of one copy
+  int64_t copies = 1;
+};
+struct Need {
+  std::vector<Buffer> ub, l1, l0c;
+  static int64_t sum(const std::vector<Buffer>&);
+};
+
+// Transfers of one tensor by one program, in the interior of a sequence.
+struct Move {
+  std::string tensor;
+  bool cube = false;  // by the AIC, else by one AIV
+  bool out = false;
+  int64_t bursts = 0, bytes = 0;
+  bool per_pass = false;  // counted for one turn of a loop whose length depends on data
+};
+
+struct Split {
+  int64_t tasks = 0;
+  int64_t cores = 0;
+  int64_t stride_max = 0;  // tasks of the busiest core when core c takes c, c + P, ...
+  int64_t range_max = 0;   // ... when it takes a range of chunks, of all heads
+  std::vector<int64_t> grid;  // of one launch, logical
+  struct Segment {
+    int64_t offset, count;  // along grid[0]
+  };
+  std::vector<Segment> segments;  // launches, each with a product of dimensions of at most kMaxGrid
+};
+
+struct Refusal {
+  Tile tile;
+  std::string reason;  // "UB 262176 of 196608"
+};
+
+// How the compiler buffers tiles twice: docs/ascend.md.
+enum class Buffering { kCube, kOff, kVector };  // its default; none; only tiles of the vector cores
+
+struct Options {
+  Mode mode = Mode::kSingle;
+  Buffering buffering = Buffering::kCube;
+  Tile tile;              // sides that are not 0 are forced
+  Gate gate = Gate::kNone;  // kHeadsFirst or kTokensFirst forces that layout
+  bool interior = false;  // no mask code, whatever the lengths
+};
+
+struct Plan {
+  Problem problem;
+  Target target{};
+  Mode mode = Mode::kSingle;
+  Buffering buffering = Buffering::kCube;
+  bool mixed = false;     // AIC and 2 AIV work on one task; else AIV alone
+  bool boundary = false;  // some tile crosses the end of a sequence: the text has mask code
+  std::string task;       // what one task is: "one chunk of one head"
+  Tile tile;
+  Need need;
+  std::vector<Move> moves;        // with problem.gate
+  std::vector<Move> other_moves;  // with the gate's other layout; empty without one
+  int64_t scalar_loads = 0;       // scalar loads and stores inside loops that the text asks for (lists, A_log)
+  int64_t workspace = 0;          // device memory between AIC and AIV, of one block
+  Split split;
+  std::vector<Refusal> refused;   // larger tiles that were tried
+  std::string rule;               // a planning rule that refuses the problem; ""
+  bool need_is_predicted = true;  // false: no formula for this target; the compiler's word is the only one
+  bool fits() const;              // rule is empty and each need within the target's size
+  std::string verdict() const;    // "fits", "overflow: UB 262176 of 196608" or "refused: ..."
+};
+
+// A row of the table of kernels, one per kernel that is planned.
+struct Kernel {
+  const char* name;  // "<op>.<pass>" or "<op>.<pass>/<kernel>", as in a case string
+  const char* doc;
+  Plan (*plan)(const Problem&, const Target&, const Options&);
+  std::string (*emit)(const Plan&);  // MLIR text of the plan's kernel; null: planned only
+};
+// Of all operators that are built: each has `const ascend::Kernel* <op>_ascend_at(int i)`, null past the end.
+const std::vector<const Kernel*>& kernels();
+const Kernel* find_kernel(std::string_view name);
+
+// The problem of a case "<op>.<pass>[/<kernel>]:<tokens>". std::invalid_argument says what was got and expected; a case
+// that no kernel covers says which kernels there are.
+Problem parse_problem(std::string_view case_text);
+Plan make_plan(const Problem&, const Target&, const Options& = {});
+
+}  // namespace thalweg::ascend
+#endif
