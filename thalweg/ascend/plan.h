@@ -46,8 +46,8 @@ struct Problem {
 
 // 0 where the kernel has no such side.
 struct Tile {
-  int64_t BT = 0;  // tokens (query tokens in dkdv)
-  int64_t BM = 0;  // key tokens of a dkdv tile
+  int64_t BT = 0;  // tokens; of dkdv key tokens
+  int64_t BM = 0;  // query tokens of dkdv
   int64_t K = 0;   // channels; of kda_gate and dkdv the only width
   int64_t V = 0;
   bool operator==(const Tile&) const = default;

@@ -1,0 +1,294 @@
+#include "thalweg/ascend/lower.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+
+extern char** environ;
+
+namespace thalweg::ascend {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kPackage[] = "it comes with the Python package ascendnpu-ir==1.2.0";
+
+std::string tool_name(const Target& target) { return target.a5 ? "bishengir-opt-a5" : "bishengir-opt"; }
+
+// A fresh folder, removed with all that lies in it.
+class Folder {
+ public:
+  Folder() {
+    std::error_code error;
+    fs::path base = fs::temp_directory_path(error);
+    std::string name = ((error ? fs::path("/tmp") : base) / "thalweg-ascend-XXXXXX").string();
+    if (!::mkdtemp(name.data())) throw std::runtime_error(name + ": cannot be made: " + std::strerror(errno));
+    path_ = name;
+  }
+  ~Folder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  fs::path operator/(const char* name) const { return path_ / name; }
+  std::string path() const { return path_.string(); }
+
+ private:
+  fs::path path_;
+};
+
+std::string read_file(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+struct Ran {
+  std::string error;  // it was not started
+  bool timed_out = false;
+  int code = 0, signal = 0;
+  std::string out, err;
+};
+
+// In `folder`, without a shell; stdout and stderr go to files there, since a failed run prints a whole function.
+Ran run(const std::vector<std::string>& args, const Folder& folder, double seconds) {
+  Ran result;
+  std::vector<char*> argv;
+  for (const std::string& arg : args) argv.push_back(const_cast<char*>(arg.c_str()));
+  argv.push_back(nullptr);
+  std::string out = (folder / "stdout").string(), err = (folder / "stderr").string();
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
+  posix_spawn_file_actions_addopen(&actions, 1, out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  posix_spawn_file_actions_addopen(&actions, 2, err.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  posix_spawn_file_actions_addchdir_np(&actions, folder.path().c_str());
+  pid_t pid = 0;
+  int error = ::posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environ);
+  posix_spawn_file_actions_destroy(&actions);
+  if (error != 0) {
+    result.error = args[0] + ": cannot be started: " + std::strerror(error);
+    return result;
+  }
+  auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  int status = 0;
+  for (;;) {
+    pid_t done = ::waitpid(pid, &status, result.timed_out ? 0 : WNOHANG);
+    if (done == pid) break;
+    if (done < 0 && errno != EINTR) break;
+    if (done == 0 && std::chrono::steady_clock::now() > end) {
+      result.timed_out = true;
+      ::kill(pid, SIGKILL);
+    } else if (done == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+  }
+  if (WIFSIGNALED(status)) result.signal = WTERMSIG(status);
+  result.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  result.out = read_file(out);
+  result.err = read_file(err);
+  return result;
+}
+
+bool is_program(const fs::path& path) {
+  std::error_code ignored;
+  return fs::is_regular_file(path, ignored) && ::access(path.c_str(), X_OK) == 0;
+}
+
+// The first line with "error:", from there on; otherwise the first line.
+std::string first_error(const std::string& text) {
+  size_t at = text.find("error: ");
+  if (at == std::string::npos) return text.substr(0, text.find('\n'));
+  return text.substr(at + 7, text.find('\n', at) - at - 7);
+}
+
+// "ub overflow, requires 1573120 bits while 1572864 bits available!"
+bool parse_overflow(const std::string& text, Lowered* result) {
+  size_t at = text.find(" overflow, requires ");
+  if (at == std::string::npos) return false;
+  size_t begin = text.find_last_of(" \n", at - 1) + 1;
+  long long required = 0, available = 0;
+  if (std::sscanf(text.c_str() + at, " overflow, requires %lld bits while %lld bits available", &required, &available) != 2) return false;
+  result->space = text.substr(begin, at - begin);
+  result->required = required / 8;
+  result->available = available / 8;
+  return true;
+}
+
+std::string seconds_text(double seconds) {
+  std::ostringstream text;
+  text << seconds << " s";
+  return text.str();
+}
+
+// What every run may end with: not started, too long, a signal.
+bool failed(const Ran& ran, const std::string& tool, const Tools& tools, Outcome* outcome, std::string* message) {
+  if (!ran.error.empty())
+    *outcome = Outcome::kAbsent, *message = ran.error;
+  else if (ran.timed_out)
+    *outcome = Outcome::kTimeOut, *message = tool + ": ended after the limit of " + seconds_text(tools.seconds);
+  else if (ran.signal)
+    *outcome = Outcome::kCrash, *message = tool + ": died of signal " + std::to_string(ran.signal) + " (" + ::strsignal(ran.signal) + "): " + first_error(ran.err);
+  else
+    return false;
+  return true;
+}
+
+std::vector<std::string> arguments(const std::string& path, const Target& target, Buffering buffering) {
+  std::string name = target.name, triton = "enable-triton-kernel-compile=true";
+  std::vector<std::string> args{path, "k.mlir", "--hacc-append-device-spec=target=" + name};
+  if (target.a5) {
+    args.push_back("--lower-hfusion-pipeline=" + triton + " target=" + name);
+    args.push_back("--convert-to-hivm-pipeline=" + triton);
+    args.push_back("--lower-hivm-pipeline=" + triton + " enable-auto-multi-buffer=" + (buffering == Buffering::kOff ? "false" : "true") +
+                   " enable-print-memory-allocated-size=true target=" + name);
+  } else {
+    args.push_back("--lower-hfusion-pipeline=" + triton);
+    args.push_back("--convert-to-hivm-pipeline=" + triton);
+    std::string multi = buffering == Buffering::kOff ? "false" : "true";
+    if (buffering == Buffering::kVector) multi += " limit-auto-multi-buffer-buffer=only-vector";
+    args.push_back("--optimize-hivm-pipeline=" + triton + " enable-auto-multi-buffer=" + multi + " enable-memory-display=true");
+    args.push_back("--mlir-disable-threading");
+    args.push_back("--mlir-print-ir-before=convert-hivm-to-std");
+  }
+  args.push_back("-o");
+  args.push_back("k.hivm.mlir");
+  return args;
+}
+
+void read_results(const Folder& folder, const Ran& ran, const Target& target, int64_t rows, Lowered* result) {
+  if (target.a5) {
+    constexpr char kAllocated[] = "Allocated UB size = ";
+    for (size_t at = 0; (at = ran.out.find(kAllocated, at)) != std::string::npos; ++at)
+      result->placed["ub"] = std::max<int64_t>(result->placed["ub"], std::atoll(ran.out.c_str() + at + sizeof kAllocated - 1) / 8);
+    return;
+  }
+  for (const char* name : {"memory_info_aic.json", "memory_info_aiv.json"}) {
+    if (!fs::exists(folder / name)) continue;
+    for (const auto& [space, bytes] : parse_memory(read_file(folder / name)))
+      result->need[space] = std::max(result->need[space], bytes);
+  }
+  if (result->outcome != Outcome::kFits) return;
+  result->dump = parse_dump(ran.err, rows);
+  for (const Function& function : result->dump.functions)
+    for (const auto& [space, bytes] : function.placed) result->placed[space] = std::max(result->placed[space], bytes);
+}
+
+}  // namespace
+
+std::string space_name(const std::string& space) {
+  return space == "ub" ? "UB" : space == "cbuf" ? "L1" : space == "cc" ? "L0C" : space;
+}
+
+std::string find_tool(const Target& target, const Tools& tools) {
+  std::string name = tool_name(target), folders = tools.bin;
+  if (folders.empty())
+    if (const char* bin = std::getenv("THALWEG_ASCEND_BIN"); bin && *bin) folders = bin;
+  if (!folders.empty()) {
+    fs::path path = fs::absolute(fs::path(folders) / name);
+    return is_program(path) ? path.string() : "";
+  }
+  const char* path = std::getenv("PATH");
+  std::istringstream list(path ? path : "");
+  for (std::string folder; std::getline(list, folder, ':');)
+    if (is_program(fs::path(folder) / name)) return fs::absolute(fs::path(folder) / name).string();
+  return "";
+}
+
+Outcome check_tool(const Target& target, const Tools& tools, std::string* message) {
+  std::string name = tool_name(target), path = find_tool(target, tools);
+  if (path.empty()) {
+    *message = name + " not found (--ascend-bin, THALWEG_ASCEND_BIN, PATH); " + kPackage;
+    return Outcome::kAbsent;
+  }
+  Folder folder;
+  Ran ran = run({path, "--version"}, folder, tools.seconds);
+  Outcome outcome = Outcome::kFits;
+  if (failed(ran, name, tools, &outcome, message)) return outcome;
+  size_t begin = ran.out.find_first_not_of(" \n");
+  std::string got = begin == std::string::npos ? "" : ran.out.substr(begin, ran.out.find('\n', begin) - begin);
+  got = got.substr(0, got.find(" ("));
+  if (ran.code != 0 || got != kToolVersion) {
+    *message = path + ": version, got '" + got + "', expected '" + kToolVersion + "'; " + kPackage;
+    return Outcome::kVersion;
+  }
+  return Outcome::kFits;
+}
+
+Lowered lower(const std::string& text, const Target& target, Buffering buffering, int64_t rows, const Tools& tools) {
+  Lowered result;
+  try {
+    result.outcome = check_tool(target, tools, &result.message);
+    if (result.outcome != Outcome::kFits) return result;
+    Folder folder;
+    std::ofstream(folder / "k.mlir", std::ios::binary) << text;
+    std::string name = tool_name(target);
+    Ran ran = run(arguments(find_tool(target, tools), target, buffering), folder, tools.seconds);
+    if (failed(ran, name, tools, &result.outcome, &result.message)) return result;
+    bool written = fs::exists(folder / "k.hivm.mlir");
+    if (ran.code == 0 && written) {
+      result.outcome = Outcome::kFits;
+    } else if (ran.code == 1 && parse_overflow(ran.err, &result)) {
+      result.outcome = Outcome::kOverflow;
+      result.message = space_name(result.space) + " " + std::to_string(result.required) + " of " + std::to_string(result.available);
+    } else {
+      result.outcome = Outcome::kError;
+      std::string line = first_error(ran.err);
+      result.message = name + ": exit " + std::to_string(ran.code) + ": " + (line.empty() ? "no text on stderr" : line);
+      return result;
+    }
+    read_results(folder, ran, target, rows, &result);
+  } catch (const std::exception& e) {
+    result.outcome = Outcome::kError;
+    result.message = e.what();
+  }
+  return result;
+}
+
+Lowered lower(const Plan& plan, const std::string& text, const Tools& tools) {
+  return lower(text, plan.target, plan.buffering, plan.tile.BT, tools);
+}
+
+Spec device_spec(const Target& target, const Tools& tools) {
+  Spec spec;
+  try {
+    spec.outcome = check_tool(target, tools, &spec.message);
+    if (spec.outcome != Outcome::kFits) return spec;
+    Folder folder;
+    std::ofstream(folder / "m.mlir") << "module {\n}\n";
+    std::string name = tool_name(target);
+    Ran ran = run({find_tool(target, tools), "m.mlir", std::string("--hacc-append-device-spec=target=") + target.name}, folder, tools.seconds);
+    if (failed(ran, name, tools, &spec.outcome, &spec.message)) return spec;
+    if (ran.code != 0) {
+      spec.outcome = Outcome::kError;
+      spec.message = name + ": exit " + std::to_string(ran.code) + ": " + first_error(ran.err);
+      return spec;
+    }
+    constexpr char kEntry[] = "#dlti.dl_entry<\"";
+    for (size_t at = 0; (at = ran.out.find(kEntry, at)) != std::string::npos;) {
+      at += sizeof kEntry - 1;
+      size_t quote = ran.out.find('"', at);
+      spec.entries[ran.out.substr(at, quote - at)] = std::atoll(ran.out.c_str() + quote + 2);
+    }
+  } catch (const std::exception& e) {
+    spec.outcome = Outcome::kError;
+    spec.message = e.what();
+  }
+  return spec;
+}
+
+}  // namespace thalweg::ascend
