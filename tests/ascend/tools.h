@@ -7,18 +7,13 @@
 #include <cstdlib>
 #include <string>
 
-// THALWEG_ASCEND_REQUIRED=1 (set where the tools were installed for the tests): a missing tool is a failure.
-inline bool ascend_tools_required() {
-  const char* value = std::getenv("THALWEG_ASCEND_REQUIRED");
-  return value && std::string(value) == "1";
+// Why a test cannot run, or "" when it can: if (std::string why = missing(...); !why.empty()) GTEST_SKIP() << why;
+// With THALWEG_ASCEND_REQUIRED=1 (set where the tools were installed for the tests) what is missing is a failure.
+inline std::string missing(bool is_there, const std::string& reason) {
+  if (is_there) return "";
+  const char* required = std::getenv("THALWEG_ASCEND_REQUIRED");
+  if (required && std::string(required) == "1") ADD_FAILURE() << "THALWEG_ASCEND_REQUIRED=1, and " << reason;
+  return reason;
 }
-
-// In a test body: skips by name with the reason, or fails where tools are required.
-#define THALWEG_NEEDS_TOOL(available, reason)                   \
-  if (!(available)) {                                           \
-    if (ascend_tools_required()) FAIL() << "a tool is missing where THALWEG_ASCEND_REQUIRED=1: " << (reason); \
-    GTEST_SKIP() << (reason);                                   \
-  }                                                             \
-  static_assert(true)
 
 #endif
