@@ -1,0 +1,69 @@
+"""Arrays of whichever library the caller uses: NumPy's, or anything that speaks DLPack."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from . import _native
+from ._tables import DTYPE_CODES
+
+_FULL_NAMES = {
+    "i8": "int8", "i32": "int32", "i64": "int64", "u8": "uint8", "bool": "bool",
+    "f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16",
+}  # fmt: skip
+_SHORT_NAMES = {full: short for short, full in _FULL_NAMES.items()}
+_BF16 = DTYPE_CODES["bf16"]
+
+
+def dtype_name(array) -> str | None:
+    """'f32' and so on; None for what the library does not have."""
+    return _SHORT_NAMES.get(str(getattr(array, "dtype", None)).rpartition(".")[2])
+
+
+def bind(call, field, array) -> None:
+    """Points an argument of `call` at the array's memory."""
+    if type(array) is np.ndarray and array.dtype.name == "bfloat16":  # ml_dtypes': neither buffer nor DLPack
+        call.bind(field.position, array.view(np.uint16), _BF16)
+    else:
+        call.bind(field.position, array, 0)
+
+
+class _Bfloat16Memory:
+    """NumPy memory (uint16) as a DLPack producer of bfloat16, which NumPy itself cannot export."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __dlpack_device__(self):
+        return (1, 0)  # CPU
+
+    def __dlpack__(self, **_):
+        return _native.bfloat16_capsule(self.memory)
+
+
+def empty(like, shape, dtype: str):
+    """A new array of the kind that `like` is: the array, and the one to write into, which shares its memory."""
+    if type(like).__module__.partition(".")[0] == "torch":
+        torch = sys.modules["torch"]
+        array = torch.empty(shape, dtype=getattr(torch, _FULL_NAMES[dtype]))
+        return array, array
+    if isinstance(like, np.ndarray) or not hasattr(like, "__array_namespace__"):
+        memory = np.empty(shape, bfloat16() if dtype == "bf16" else _FULL_NAMES[dtype])
+        return memory, memory
+    from_dlpack = like.__array_namespace__().from_dlpack
+    if dtype == "bf16":
+        memory = np.empty(shape, np.uint16)
+        return from_dlpack(_Bfloat16Memory(memory)), memory.view(bfloat16())
+    memory = np.empty(shape, _FULL_NAMES[dtype])
+    return from_dlpack(memory), memory
+
+
+def bfloat16() -> np.dtype:
+    """NumPy's bfloat16, which the package ml_dtypes brings."""
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError("a bfloat16 NumPy array needs the package ml_dtypes: pip install 'thalweg[bf16]'") from error
+    return np.dtype(ml_dtypes.bfloat16)
