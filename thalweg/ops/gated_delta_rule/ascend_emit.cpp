@@ -188,11 +188,11 @@ std::string emit_cumsum(const Plan& plan) {
   const int64_t BT = w.BT;
   return w.write([&](const Task& t) {
     const Value raw = w.load("x", w.gate_tile(x, t), t.rows);
-    w.comment("[j i]: x[j] where it counts for i, then sums of columns");
-    const Value down = w.broadcast("x_j", raw, {BT, BT}, 1), zeros = w.splat("zeros", 0, {BT, BT});
+    w.comment("[i j]: x[j] where it counts for i, then sums of rows");
+    const Value across = w.broadcast("x_j", raw, {BT, BT}, 0), zeros = w.splat("zeros", 0, {BT, BT});
     const auto [row, column] = w.numbers();
-    const Value counts = w.compare("counts", reverse ? "arith.cmpi sge" : "arith.cmpi sle", row, column);
-    const Value sums = w.sum_over("sums", w.choose("terms", counts, down, zeros), 0);
+    const Value counts = w.compare("counts", reverse ? "arith.cmpi sle" : "arith.cmpi sge", row, column);
+    const Value sums = w.sum_over("sums", w.choose("terms", counts, across, zeros), 1);
     w.store(sums, w.gate_tile(g, t), t.rows);
   });
 }
