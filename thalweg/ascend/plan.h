@@ -32,11 +32,12 @@ struct Problem {
   thalweg_dtype dtype = THALWEG_BF16;      // of q, k, v, d_o (x of kda_gate)
   thalweg_dtype out_dtype = THALWEG_F32;   // kda_gate.fwd: of g; kda_gate.bwd: of d_g, which is read
   int64_t B = 1, T = 0, S = 0;             // S: keys, where they are tokens of their own
-  int64_t H = 1, HV = 1, K = 0, V = 0;     // kda_gate: HV heads of K channels
+  int64_t H = 1, HV = 1, K = 0, V = 0;     // kda_gate: HV heads of K channels; attention: HV is HK
   int64_t block_q = 0, block_k = 0;        // block_sparse_attention
   int64_t E = 0;                           // sparse_flash_attention: entries of a query's list
   bool has_A_log = false, has_dt_bias = false;  // kda_gate
   bool reverse = false;                    // cumsum: suffix sums (the backward's)
+  bool split = false;                      // dkdv: P and dS as a high and a low half, each a product of its own
   Gate gate = Gate::kNone;                 // which layout the kernel reads
   std::vector<int64_t> lengths;            // packed sequences (then B = 1); empty: B of T tokens
   bool is_packed = false;                  // has cu_seqlens
