@@ -126,9 +126,7 @@ bool within_condition(const tt::Verdict& verdict, const tt::Verdict& recurrence)
     const tt::Verdict::Output& out = verdict.outputs[i];
     double plain = recurrence.outputs[i].difference.ratio;
     double allowed = &verdict == &recurrence ? std::min(100 * out.limit, 2e-2) : (plain > 10 * out.limit ? 20 : 4) * plain;
-    // Wanted 0 everywhere, by cancellation of terms of size 1 (one visible key: its probability is 1 whatever the score).
-    const bool cancelled = std::isinf(out.difference.ratio) && out.difference.worst <= 100 * out.limit;
-    if (!out.ok && !cancelled && !(out.difference.ratio <= allowed && std::isfinite(out.difference.ratio))) return false;
+    if (!out.ok && !(out.difference.ratio <= allowed && std::isfinite(out.difference.ratio))) return false;
   }
   return true;
 }

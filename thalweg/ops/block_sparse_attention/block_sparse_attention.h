@@ -10,7 +10,8 @@
 //
 // Sequences: each of the B rows is one, or B is 1 and cu_seqlens and cu_seqlens_k pack N of them. Of each the first
 // q_lens queries and k_lens keys are in use, all without these. T and S of the formulas are the sequence's own numbers
-// of tokens in use. Rows that no sequence uses are never read, and are 0 in o and every gradient.
+// of tokens in use. Rows that no sequence uses are never read, and are 0 in every output and gradient, but for lse,
+// which is -inf there, with a sink too.
 //
 // Dtypes: q, k, v, o, d_o and their gradients share one of f64, f32, bf16, f16; arithmetic is float32 (float64 where q
 // is). Strides: q, k, v, o and their gradients have a contiguous last axis, so [B H T K] memory is a view with two

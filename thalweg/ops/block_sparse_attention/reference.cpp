@@ -84,23 +84,27 @@ struct Scene {
     return packed() ? int_at(args.cu_seqlens_k, n + 1) - first_key(n) : S;
   }
 
-  // Whether query i of head h in sequence n sees key j.
-  bool sees(int64_t n, int64_t h, int64_t i, int64_t j) const {
+  // Whether head h of sequence n keeps block (i, j).
+  bool keeps(int64_t n, int64_t h, int64_t i, int64_t j) const {
     const thalweg_tensor& mask = args.block_mask;
     const int64_t HM = mask.shape[1], hm = HM == H ? h : HM == 1 ? 0 : h / (H / HK);
-    const uint8_t kept =
-        static_cast<const uint8_t*>(mask.data)[n * mask.stride[0] + hm * mask.stride[1] + i / block_q * mask.stride[2] +
-                                               j / block_k * mask.stride[3]];
-    return kept != 0 && (!args.causal || j <= i + keys(n) - queries(n));
+    return static_cast<const uint8_t*>(mask.data)[n * mask.stride[0] + hm * mask.stride[1] + i * mask.stride[2] +
+                                                  j * mask.stride[3]] != 0;
   }
   // Calls body(i, j) for every pair of queries [begin, end) and keys that is seen. Keys rise for each query; a few of
   // them are taken by all queries before the next few, which changes no sum's order and keeps them in the cache.
   template <class Body>
   void each_pair(int64_t n, int64_t h, int64_t begin, int64_t end, Body&& body) const {
-    for (int64_t j0 = 0; j0 < keys(n); j0 += kFew)
-      for (int64_t i = begin; i < end; ++i)
-        for (int64_t j = j0; j < std::min(keys(n), j0 + kFew); ++j)
-          if (sees(n, h, i, j)) body(i, j);
+    const int64_t all = keys(n), offset = all - queries(n);
+    for (int64_t j0 = 0, j1; j0 < all; j0 = j1) {
+      const int64_t block = j0 / block_k;
+      j1 = std::min({all, j0 + kFew, (block + 1) * block_k});
+      for (int64_t i = begin; i < end; ++i) {
+        if (!keeps(n, h, i / block_q, block)) continue;
+        const int64_t last = args.causal ? std::min(j1, i + offset + 1) : j1;
+        for (int64_t j = j0; j < last; ++j) body(i, j);
+      }
+    }
   }
 };
 

@@ -274,6 +274,20 @@ TEST(BlockSparseAttention, Edge1EveryMarkOfAQueryThatSeesNothing) {
   });
 }
 
+// edge 6: rows of no sequence, packed and padded, have the statistics of a query that sees nothing, with a sink too.
+TEST(BlockSparseAttention, Edge6RowsOfNoSequence) {
+  for (const char* text : {"varlen=3+0,varlen_k=4+2,T7,S9", "T7,S9,q_lens,lens_q=3"})
+    for (const char* sink : {"", ",sink"})
+      each_row(std::string(kFwd) + "f32,H3,K8,mask=dense,lse,row_max,row_sum," + text + sink, [](const Case& c) {
+        const Outputs got = run(c);
+        auto expect_all = [&](const char* name, double want) {
+          for (double x : cut(got.at(name), 1, 3, 7).data) EXPECT_EQ(x, want) << name;
+        };
+        expect_all("o", 0), expect_all("row_max", 0), expect_all("row_sum", 0);
+        expect_all("lse", -std::numeric_limits<double>::infinity());
+      });
+}
+
 // edge 21: the sink is part of L; a sink of -inf is none.
 TEST(BlockSparseAttention, Edge21TheSinkJoinsTheSum) {
   each_row(std::string(kFwd) + "f32,T10,S20,H1,K8,mask=dense,sink,lse,row_sum", [](const Case& c) {

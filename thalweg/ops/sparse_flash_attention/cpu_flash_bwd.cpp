@@ -211,7 +211,8 @@ void sweep(const Call& call, const Scratch& x, Tile& tile, const Kept& kept, con
   const Problem& p = call.p;
   const FlashShape& shape = call.shape;
   const int64_t n = kept.info[0];
-  const bool has_sums = p.has_lse || p.has_row_sum, known = has_sums && p.has_o;
+  const bool has_sums = p.has_lse || p.has_row_sum, alone = n == 1 && !is_there(call.in.sink);
+  const bool known = has_sums && p.has_o && !alone;
   if (has_sums) load_log_sums(call, x, b, t);
   if (p.has_o) multiply_outputs(call, x, kept, b, t);
   if (!known) {
@@ -222,6 +223,8 @@ void sweep(const Call& call, const Scratch& x, Tile& tile, const Kept& kept, con
     }
     if (!has_sums) sum_scores(call, x, kept, n);
     if (!p.has_o) sum_products(call, x, kept, n);
+    // One key has P = 1 whatever its score: its delta is its dP, so that dS is exactly 0.
+    for (int64_t h = 0; h < p.H && alone; ++h) x.delta[h] = kept.dS[h];
   }
   if (is_there(call.args.d_lse))
     for (int64_t h = 0; h < p.H; ++h) x.delta[h] -= float_at(call.args.d_lse, b, t, h);

@@ -101,7 +101,7 @@ void store_outputs(const Call& call, const Scratch& x, int64_t b, int64_t t, boo
     const vf factor = set1(l == 0 ? 0.f : 1 / l);
     for (int64_t c = 0; c < x.shape.value; c += kLanes) store(o + c, factor * load(o + c));
     write_row(p.dtype, element_at(args.o, b, t, h), p.V, o);
-    put_statistic(args.lse, b, t, h, !used ? 0 : l == 0 ? -infinity() : m + __builtin_logf(l));
+    put_statistic(args.lse, b, t, h, l == 0 ? -infinity() : m + __builtin_logf(l));
     put_statistic(args.row_max, b, t, h, m);
     put_statistic(args.row_sum, b, t, h, l);
   }

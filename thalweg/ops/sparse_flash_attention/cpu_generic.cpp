@@ -184,7 +184,7 @@ void forward_task(void* arg, int64_t task, int64_t slot) {
   for (int64_t h = 0; h < p.H; ++h) {
     store_row(call.args.o, offset_of(call.args.o, b, t, h), 1, p.V, o + h * p.V);
     const A m = work.query.used ? work.m[h] : A(0), l = work.query.used ? work.l[h] : A(0);
-    store_statistic(call.args.lse, b, t, h, work.query.used ? m + std::log(l) : A(0));
+    store_statistic(call.args.lse, b, t, h, m + std::log(l));
     store_statistic(call.args.row_max, b, t, h, m);
     store_statistic(call.args.row_sum, b, t, h, l);
   }
@@ -254,7 +254,9 @@ void query_task(void* arg, int64_t task, int64_t slot) {
     for (int64_t h = 0; h < p.H; ++h) {
       const A L = log_sums[h] = log_sum(call, work, b, t, h);
       A delta = 0;
-      if (p.has_o) {
+      if (work.n == 1 && !present(call.in.sink)) {
+        delta = work.ds[h];  // P = 1 whatever the score: dS is exactly 0
+      } else if (p.has_o) {
         A* o = work.key;  // free again
         load_row(args.o, offset_of(args.o, b, t, h), 1, p.V, o);
         delta = dot(work.d_o + h * p.V, o, p.V);

@@ -156,7 +156,7 @@ void forward_query(const Fwd& args, int64_t b, int64_t t) {
   for (int64_t h = 0; h < row.H; ++h) {
     for (int64_t i = 0; i < V; ++i) at(args.o, b, t, h, i) = o[size_t(h * V + i)];
     const double m = row.visible.used ? row.m[size_t(h)] : 0, l = row.visible.used ? row.l[size_t(h)] : 0;
-    if (present(args.lse)) at(args.lse, b, t, h) = row.visible.used ? m + std::log(l) : 0;
+    if (present(args.lse)) at(args.lse, b, t, h) = m + std::log(l);
     if (present(args.row_max)) at(args.row_max, b, t, h) = m;
     if (present(args.row_sum)) at(args.row_sum, b, t, h) = l;
   }
@@ -186,7 +186,7 @@ class Backward {
       Vector P, dP, d_o(size_t(H * V_));
       for (int64_t h = 0; h < H && V_ > 0; ++h) load_row(args_.d_o, &d_o[size_t(h * V_)], V_, b, t, h);
       probabilities(row, b, d_o, L, &P, &dP);
-      for (int64_t h = 0; h < H; ++h) delta[size_t(h)] = delta_of(P, dP, b, t, h, H);
+      for (int64_t h = 0; h < H; ++h) delta[size_t(h)] = delta_of(row.visible, P, dP, b, t, h, H);
       for (size_t i = 0; i < P.size(); ++i) dP[i] = dead(L[i % size_t(H)]) ? 0 : P[i] * (dP[i] - delta[i % size_t(H)]);
       for (int64_t e = 0; e < row.size(); ++e)
         add_term(row, b, e, d_o, L, &P[size_t(e * H)], &dP[size_t(e * H)], d_q.data(), sums);
@@ -220,6 +220,12 @@ class Backward {
  private:
   static bool dead(double L) { return std::isinf(L); }
 
+  // However often it is listed.
+  static bool sees_one_key(const Visible& visible) {
+    const std::vector<int64_t>& rows = visible.rows;
+    return !rows.empty() && std::count(rows.begin(), rows.end(), rows[0]) == int64_t(rows.size());
+  }
+
   // Not finite where given: the row is empty.
   double log_sum(const Row<Bwd>& row, int64_t b, int64_t t, int64_t h) const {
     if (!present(args_.lse) && !present(args_.row_sum)) {
@@ -247,9 +253,10 @@ class Backward {
   }
 
   // delta - d_lse
-  double delta_of(const Vector& P, const Vector& dP, int64_t b, int64_t t, int64_t h, int64_t H) const {
+  double delta_of(const Visible& visible, const Vector& P, const Vector& dP, int64_t b, int64_t t, int64_t h, int64_t H) const {
     double sum = 0;
-    if (present(args_.o))
+    if (sees_one_key(visible) && !present(args_.sink)) sum = dP[size_t(h)];  // P = 1 whatever the score: dS is 0
+    else if (present(args_.o))
       for (int64_t i = 0; i < V_; ++i) sum += at(args_.d_o, b, t, h, i) * at(args_.o, b, t, h, i);
     else
       for (size_t i = size_t(h); i < P.size(); i += size_t(H)) sum += P[i] * dP[i];

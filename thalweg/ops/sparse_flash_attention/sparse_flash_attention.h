@@ -13,8 +13,8 @@
 //
 // One sequence is a row of the batch, cut by q_lens and k_lens where these are given; or, with cu_seqlens and
 // cu_seqlens_k, B is 1 and sequences are packed behind one another. Entries of `indices` count from the sequence's own
-// first key. Query rows that belong to no sequence are 0 in every output, keys that no query sees have gradient 0, and
-// what nobody sees is never read into a result, NaN or not.
+// first key. Query rows that belong to no sequence are 0 in every output, but for lse, which is -inf, with a sink too;
+// keys that no query sees have gradient 0, and what nobody sees is never read into a result, NaN or not.
 //
 // An empty row (no visible key) has o = 0 and lse = -inf, row_max = row_sum = 0; with a sink lse = row_max = sink and
 // row_sum = 1. Logarithms are natural, and statistics are of scaled scores: lse = row_max + log(row_sum).

@@ -143,6 +143,54 @@ TEST(SparseFlashAttention, EmptyRows) {  // edge 1
   });
 }
 
+// Rows of no sequence, packed and padded: statistics of an empty row, with a sink too.
+TEST(SparseFlashAttention, RowsOfNoSequence) {  // edge 6
+  for (const char* text : {"varlen=3+0,varlen_k=4+2,T7,S9,H3", "B2,T5,S9,H3,q_lens"})
+    for (const char* sink : {"", ",sink"})
+      for_rows(std::string("sparse_flash_attention.fwd:f32,") + text + ",K8,E6,lse,row_max,row_sum,p" + sink, [](const Case& c) {
+        Problem problem(c);
+        const bool packed = !problem.inputs().count("q_lens");
+        if (!packed) problem.set("q_lens", {{2}, {3, 0}}), problem.poison_outputs();
+        const Outputs out = tests::run(problem);
+        const int64_t T = packed ? 7 : 5;
+        for (int64_t row = 0; row < out.at("lse").count() / 3; ++row) {
+          if (row < 3) continue;  // both texts have three queries in use, at first
+          for (int64_t h = 0; h < 3; ++h) {
+            EXPECT_EQ(out.at("lse").data[size_t(row * 3 + h)], -kInfinity) << row / T << " " << row % T;
+            EXPECT_EQ(out.at("row_max").data[size_t(row * 3 + h)], 0);
+            EXPECT_EQ(out.at("row_sum").data[size_t(row * 3 + h)], 0);
+            for (int64_t i = 0; i < 8; ++i) EXPECT_EQ(out.at("o").data[size_t((row * 3 + h) * 8 + i)], 0);
+          }
+        }
+      });
+}
+
+// A query that sees one key, however often, weighs it 1 whatever the score: no gradient of q, nor of k by the scores.
+TEST(SparseFlashAttention, OneKeyHasNoSlope) {  // edge 9
+  for (const char* kept : {"", ",o", ",lse", ",o,lse", ",o,row_max,row_sum"})
+    for (int64_t H : {1, 3, 5, 20})
+      for_rows("sparse_flash_attention.bwd:f32,T3,S7,K24,KR8,E49,v,q_rope,k_rope,H" + std::to_string(H) + kept, [&](const Case& c) {
+        Problem problem(tests::with(c, {{"-d_lse", ""}}));
+        set_lists(problem, {4});
+        if (*kept) {  // what the forward keeps of these lists
+          Problem forward(tt::parse_case("sparse_flash_attention.fwd:f32,T3,S7,K24,KR8,E49,v,q_rope,k_rope,lse,row_max,row_sum,H" +
+                                         std::to_string(H)));
+          for (const char* name : {"q", "k", "v", "q_rope", "k_rope", "indices"}) forward.set(name, problem.inputs().at(name));
+          forward.poison_outputs();
+          const Outputs made = tests::run(forward);
+          for (const char* name : {"o", "lse", "row_max", "row_sum"})
+            if (problem.inputs().count(name)) problem.set(name, made.at(name));
+          problem.poison_outputs();
+        }
+        const Outputs out = tests::run(problem);
+        for (const char* name : {"d_q", "d_q_rope", "d_k", "d_k_rope"})
+          for (double x : out.at(name).data) ASSERT_EQ(x, 0) << name;
+        double d_v = 0;
+        for (double x : out.at("d_v").data) d_v += std::fabs(x);
+        EXPECT_GT(d_v, 0);
+      });
+}
+
 // A backward takes each public convention for the statistics of an empty row.
 TEST(SparseFlashAttention, StatisticsOfDeadRows) {  // edge 1, 26
   for_rows("sparse_flash_attention.bwd:f32,T4,S40,H6,K24,E8,v,o,lse,d_lse,sink", [](const Case& c) {
