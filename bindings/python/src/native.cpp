@@ -102,8 +102,7 @@ class Call {
     if (!nb::try_cast(array, view)) {
       PyErr_Clear();
       raise(PyExc_TypeError, where(field) + "got " + nb::cast<std::string>(nb::str(array.type().attr("__name__"))) +
-                                 ", expected an array (DLPack or the buffer protocol; a tensor that requires grad is "
-                                 "none: detach it or use thalweg.torch)");
+                                 ", expected an array (DLPack or the buffer protocol)");
     }
     thalweg_tensor tensor{};
     if (nb::ndarray<> writable; !writes || nb::try_cast(array, writable)) {

@@ -22,8 +22,11 @@ def dtype_name(array) -> str | None:
     return _SHORT_NAMES.get(str(getattr(array, "dtype", None)).rpartition(".")[2])
 
 
-def bind(call, field, array) -> None:
+def bind(call, field, array, where: str) -> None:
     """Points an argument of `call` at the array's memory."""
+    if getattr(array, "requires_grad", False):
+        raise TypeError(f"{where}: {field.name}: got a tensor that requires grad, expected a detached one (thalweg.torch "
+                        "has functions with gradients)")  # fmt: skip
     if type(array) is np.ndarray and array.dtype.name == "bfloat16":  # ml_dtypes': neither buffer nor DLPack
         call.bind(field.position, array.view(np.uint16), _BF16)
     else:

@@ -29,7 +29,7 @@ class PreparedCall:
         for field in pass_.inputs:
             array = values[field.name]
             if array is not None:
-                _arrays.bind(call, field, array)
+                _arrays.bind(call, field, array, where)
                 shapes[field.name] = getattr(array, "shape", ())
                 dtypes[field.name] = _arrays.dtype_name(array)
         for field in pass_.options:
@@ -53,7 +53,7 @@ class PreparedCall:
                 wanted, target = _arrays.empty(like, pass_.shape(field, sizes), pass_.dtype(field, dtypes))
             else:
                 target = wanted
-            _arrays.bind(call, field, target)
+            _arrays.bind(call, field, target, where)
             results.append(wanted)
         self.result = result_type._make(results)
         self._run = call.run
@@ -71,7 +71,7 @@ class PreparedCall:
             if array is None:
                 self._call.clear(field.position)
             else:
-                _arrays.bind(self._call, field, array)
+                _arrays.bind(self._call, field, array, self._pass.where)
             if field.role == OUT:
                 self.result = self.result._replace(**{name: array})
 

@@ -40,7 +40,8 @@ _DTYPES = {
 }  # fmt: skip
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _CODES = {dtype: DTYPE_CODES[name] for dtype, name in _DTYPES.items()}
-_DEVICES = {"cpu": 1, "cuda": 2}  # DLPack's
+_CPU = 1  # DLPack's device type
+_UNKNOWN = 1  # a dtype code that the library does not have, so that it refuses the argument by name
 
 
 class _Operator:
@@ -112,7 +113,7 @@ class _Operator:
         for field in pass_.inputs:
             tensor = values[field.name]
             if tensor is not None:
-                _bind(call, field, _fit(tensor, field) if field.role == IN else tensor)
+                _bind(call, field, _fit(tensor, field) if field.role == IN else tensor, pass_.where)
         for field in pass_.options:
             number = field.number(values[field.name], pass_.where)
             if number:
@@ -120,7 +121,7 @@ class _Operator:
         results = self.outputs(values)
         for field, tensor in zip(pass_.outputs, results):
             if self.wanted(field, values):
-                _bind(call, field, tensor)
+                _bind(call, field, tensor, pass_.where)
         call.run()
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -149,10 +150,11 @@ def _fit(tensor, field):
     return tensor.contiguous()
 
 
-def _bind(call, field, tensor):
-    device = tensor.device
-    call.bind_pointer(field.position, tensor.data_ptr(), _CODES.get(tensor.dtype, 1), tuple(tensor.shape), tensor.stride(),
-                      _DEVICES.get(device.type, 99), device.index or 0, tensor)  # fmt: skip
+def _bind(call, field, tensor, where):
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{where}: {field.name}: device, got {tensor.device}, expected cpu (there is no CUDA backend yet)")
+    call.bind_pointer(field.position, tensor.data_ptr(), _CODES.get(tensor.dtype, _UNKNOWN), tuple(tensor.shape),
+                      tensor.stride(), _CPU, 0, tensor)  # fmt: skip
 
 
 def _register_autograd(forward: _Operator, backward: _Operator) -> None:
@@ -162,7 +164,6 @@ def _register_autograd(forward: _Operator, backward: _Operator) -> None:
     fwd_inputs = {f.name for f in fwd.inputs}
     kept_outputs = [f.name for f in fwd.outputs if f.name in bwd.by_name and bwd.by_name[f.name].role == IN
                     and f.name not in fwd_inputs]  # fmt: skip
-    differentiable = [f"d_{f.name}" in bwd.by_name for f in fwd.outputs]
     options = [f.name for f in bwd.options]
     gradients = [f.name for f in bwd.outputs]
 
@@ -170,7 +171,8 @@ def _register_autograd(forward: _Operator, backward: _Operator) -> None:
         values = forward.values(inputs, keyword_only_inputs)
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for t, yes in zip(outputs, differentiable) if not yes])
+        ctx.mark_non_differentiable(*[t for f, t in zip(fwd.outputs, outputs)
+                                      if f"d_{f.name}" not in bwd.by_name or not forward.wanted(f, values)])  # fmt: skip
         ctx.options = {name: values[name] for name in options}
         saved = {f.name: values[f.name] for f in fwd.inputs if f.name in bwd.by_name}
         for field, tensor in zip(fwd.outputs, outputs):
@@ -200,7 +202,7 @@ def _register_autograd(forward: _Operator, backward: _Operator) -> None:
 def _same_dtype(*tensors):
     """The autocast rule: tensors that must share a dtype get the autocast dtype, but for float64."""
     device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
@@ -308,7 +310,10 @@ def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, output_dtype=None
     if dt_bias is not None and dt_bias.dim() == 1:
         dt_bias = dt_bias.reshape(heads, channels)
     leading = x.shape[:-2]
-    x5 = x.reshape(*(1,) * (3 - len(leading)), *leading, heads, channels) if len(leading) <= 3 else x.flatten(0, len(leading) - 3)
+    if len(leading) > 3:
+        x5 = x.flatten(0, len(leading) - 3)
+    else:
+        x5 = x.reshape(*(1,) * (3 - len(leading)), *leading, heads, channels)
     g = _OPERATORS["kda_gate.fwd"](
         x=x5, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound or 0.0, g_dtype=output_dtype
     )
