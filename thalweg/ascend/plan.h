@@ -124,12 +124,15 @@ struct Plan {
   std::string verdict() const;    // "fits", "overflow: UB 262176 of 196608" or "refused: ..."
 };
 
+struct Scene;  // thalweg/ascend/execute.h
+
 // A row of the table of kernels, one per kernel that is planned.
 struct Kernel {
   const char* name;  // "<op>.<pass>" or "<op>.<pass>/<kernel>", as in a case string
   const char* doc;
   Plan (*plan)(const Problem&, const Target&, const Options&);
   std::string (*emit)(const Plan&);  // MLIR text of the plan's kernel; null: planned only
+  Scene (*scene)(const Plan&) = nullptr;  // data and float64 results for execute(); null: not executed
 };
 // Of all operators that are built: each has `const ascend::Kernel* <op>_ascend_at(int i)`, null past the end.
 const std::vector<const Kernel*>& kernels();
