@@ -18,11 +18,12 @@ step() {  # step NAME command...
 }
 
 on=(-DTHALWEG_BUILD_TESTS=ON -DTHALWEG_BUILD_TOOLS=ON -DTHALWEG_BUILD_EXAMPLES=ON)
+smoke=(--set -DTHALWEG_SMOKE_ONLY=ON --target thalweg_tests thalweg_fuzz)  # what ctest -L smoke runs
 test_in() { ctest --test-dir "build/$1" --output-on-failure --no-tests=error --parallel "$jobs" "${@:2}"; }
 
 step "build (release)" scripts/build.sh cpu --set "${on[@]}" && step "all tests" test_in cpu
-step "build (address, undefined)" scripts/build.sh asan && step "smoke tests (address, undefined)" test_in asan -L smoke
-step "build (thread)" scripts/build.sh tsan && step "smoke tests (thread)" test_in tsan -L smoke
+step "build (address, undefined)" scripts/build.sh asan "${smoke[@]}" && step "smoke tests (address, undefined)" test_in asan -L smoke
+step "build (thread)" scripts/build.sh tsan "${smoke[@]}" && step "smoke tests (thread)" test_in tsan -L smoke
 
 echo
 printf '%s\n' "${rows[@]}"

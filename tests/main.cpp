@@ -10,8 +10,10 @@ int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   thalweg::tests::register_kernel_tests();
   thalweg::tests::register_bind_tests();
+#if !THALWEG_SMOKE_ONLY
   thalweg::tests::register_property_tests();
   thalweg::tests::register_stride_tests();
   thalweg::tests::register_gradient_tests();
+#endif
   return RUN_ALL_TESTS();
 }

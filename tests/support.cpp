@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <tuple>
 
 namespace thalweg::tests {
 
@@ -39,8 +40,12 @@ bool machine_has(const std::string& isa) {
   return rank(thalweg_cpu_isa()) >= rank(isa);
 }
 
-std::vector<Case> pass_cases(const thalweg_pass& pass, const std::vector<std::string>& sets, double max_flops) {
-  std::vector<Case> cases;
+const std::vector<Case>& pass_cases(const thalweg_pass& pass, const std::vector<std::string>& sets, double max_flops) {
+  // Reading a set and counting the work of its cases costs more than many a test that asks for them.
+  static std::map<std::tuple<const thalweg_pass*, std::vector<std::string>, double>, std::vector<Case>> seen;
+  auto [place, is_new] = seen.try_emplace({&pass, sets, max_flops});
+  std::vector<Case>& cases = place->second;
+  if (!is_new) return cases;
   std::vector<std::string> known = tt::set_names();
   for (const std::string& set : sets) {
     if (std::find(known.begin(), known.end(), set) == known.end()) continue;

@@ -29,7 +29,7 @@ bool machine_has(const std::string& isa);
 
 // The cases of every set in `sets` for one pass whose work is at most `max_flops`; sets that do not
 // exist count as empty.
-std::vector<Case> pass_cases(const thalweg_pass& pass, const std::vector<std::string>& sets, double max_flops);
+const std::vector<Case>& pass_cases(const thalweg_pass& pass, const std::vector<std::string>& sets, double max_flops);
 // The case with other kernel, or with options set ("name" -> "value") or erased ("-name").
 Case with(Case c, const std::map<std::string, std::string>& options);
 Case with_kernel(Case c, const std::string& kernel);
