@@ -84,6 +84,71 @@ struct ChunkWriter : Writer {
     return end();
   }
 
+  // The same for tasks that walk whole sequences: `body` gets first + the program's place, the sequence and the head.
+  template <class Body>
+  std::string write_sequences(Body body) {
+    begin();
+    for (Value* v : {&B, &T, &NT, &first, &count}) *v = to_index(*v);
+    const auto split = [&](const Value& number, const Value& bh) {
+      const Value b = div("b", bh, index(HV));
+      body(number, b, rem("hv", bh, index(HV)));
+    };
+    const Value px = program_id(0);
+    if (plan.mode == Mode::kSingle) {
+      const Value number = add("tile", first, px);
+      split(number, program_id(1));
+    } else {
+      const Value heads = mul("heads", B, index(HV)), tasks = mul("tasks", count, heads);
+      const Value step = grid_size(0);
+      loop("task", px, tasks, step, {}, [&](const Value& i, const std::vector<Value>&) {
+        const Value number = add("tile", first, div("turn", i, heads));
+        split(number, rem("bh", i, heads));
+        return std::vector<Value>{};
+      });
+    }
+    return end();
+  }
+
+  // Where chunk `chunk` of sequence b (packed: row `chunk` of the table) lies.
+  Task task_of(const Value& chunk, const Value& b, const Value& hv) {
+    once_.clear();
+    Task t;
+    t.hv = hv;
+    Value token;  // the chunk's first, of its sequence; packed: of all
+    if (plan.problem.is_packed) {
+      comment("the chunk's first token, its tokens, and its row of h");
+      const Value at = mul("chunk_at", chunk, index(3));
+      t.row = token = to_index(load_scalar("token", chunks, at));
+      if (plan.boundary) {
+        const Value at_tokens = add("chunk_at", at, index(1));
+        t.rows = rows(to_index(load_scalar("tokens", chunks, at_tokens)), BT);
+      }
+      const Value at_state = add("chunk_at", at, index(2));
+      t.state = to_index(load_scalar("state", chunks, at_state));
+    } else {
+      comment("the chunk's first token and its row of h");
+      token = mul("token", chunk, index(BT));
+      const Value start = mul("start", b, T);
+      t.row = add("row", start, token);
+      if (plan.boundary) {
+        const Value left = sub("left", T, token);
+        t.rows = rows(min("tokens", left, index(BT)), BT);
+      }
+      const Value first_state = mul("first_state", b, NT);
+      t.state = add("state", first_state, chunk);
+    }
+    if (!has_gate()) return t;
+    if (!heads_first()) {
+      t.gate = add("g_at", mul("g_start", t.row, index(HV)), hv);
+    } else if (plan.problem.is_packed) {
+      t.gate = add("g_at", mul("g_start", hv, T), token);
+    } else {
+      const Value head = mul("head", b, index(HV));
+      t.gate = add("g_at", mul("g_start", add("head", head, hv), T), token);
+    }
+    return t;
+  }
+
   // ---- Tiles of a task ----
 
   // BT rows of q or k, of a [B T HV width] tensor, of h or d_h, of g.
@@ -135,41 +200,10 @@ struct ChunkWriter : Writer {
   }
 
   Task task(const Value& chunk, const Value& bh) {
-    Task t;
-    Value token;  // the chunk's first, of its sequence; packed: of all
-    if (plan.problem.is_packed) {
-      comment("the chunk's first token, its tokens, and its row of h");
-      const Value at = mul("chunk_at", chunk, index(3));
-      t.hv = bh;
-      t.row = token = to_index(load_scalar("token", chunks, at));
-      if (plan.boundary) {
-        const Value at_tokens = add("chunk_at", at, index(1));
-        t.rows = rows(to_index(load_scalar("tokens", chunks, at_tokens)), BT);
-      }
-      const Value at_state = add("chunk_at", at, index(2));
-      t.state = to_index(load_scalar("state", chunks, at_state));
-    } else {
-      comment("sequence, value head, and the chunk's first token");
-      const Value b = div("b", bh, index(HV));
-      t.hv = rem("hv", bh, index(HV));
-      token = mul("token", chunk, index(BT));
-      const Value start = mul("start", b, T);
-      t.row = add("row", start, token);
-      if (plan.boundary) {
-        const Value left = sub("left", T, token);
-        t.rows = rows(min("tokens", left, index(BT)), BT);
-      }
-      const Value first_state = mul("first_state", b, NT);
-      t.state = add("state", first_state, chunk);
-    }
-    if (!has_gate()) return t;
-    if (heads_first()) {
-      const Value start = mul("g_start", bh, T);
-      t.gate = add("g_at", start, token);
-    } else {
-      t.gate = add("g_at", mul("g_start", t.row, index(HV)), t.hv);
-    }
-    return t;
+    if (plan.problem.is_packed) return task_of(chunk, bh, bh);
+    comment("sequence and value head");
+    const Value b = div("b", bh, index(HV));
+    return task_of(chunk, b, rem("hv", bh, index(HV)));
   }
 };
 
@@ -309,6 +343,80 @@ std::string emit_dqkw(const Plan& plan) {
     const Value dw = w.apply("dw", "arith.negf", w.matmul("dw", d_v_tile, hT, sum));
     const Value dw_out = w.convert("dw", dw, type);
     w.store(dw_out, w.value_tile(d_w, t, w.K), t.rows);
+  });
+}
+
+// The state pass of the forward: chunk by chunk of one sequence, V channels [first + px] BV of one value head,
+//
+//   h_c = S     v_new = u - w S     S <- exp(g_L) S + k^T (exp(g_L - g) v_new)     g_L: the chunk's last
+//
+// Tensors: k, w [B T HV K], u [B T HV V], g (with a gate), initial_state [B HV K V] f32, h, v_new, final_state
+// [B HV K V] f32, sequences (packed only, then B counts them) [B 2] i32: first row of `chunks`, rows. Here a "tile" of a
+// launch is one of V / BV, and there is no scale.
+std::string emit_state(const Plan& plan) {
+  ChunkWriter w("state", plan);
+  const int64_t BT = w.BT, K = w.K, V = w.V, HV = w.HV, BV = plan.tile.V;
+  w.describe("The states before each chunk, and the deltas, of BV channels of one value head, one chunk after another:");
+  w.describe("  h = S;   v_new = u - w S;   S <- exp(g_L) S + k^T (exp(g_L - g) v_new), L the chunk's last token.");
+  w.describe("BV " + std::to_string(BV));
+  w.describe_sizes();
+  const Element type = w.type();
+  const Value k = w.memref_argument("k", type), wy = w.memref_argument("w", type), u = w.memref_argument("u", type);
+  Value g, sequences;
+  if (w.has_gate()) g = w.memref_argument("g", kF32);
+  const Value initial = w.memref_argument("initial_state", kF32), h = w.memref_argument("h", type);
+  const Value v_new = w.memref_argument("v_new", type), final = w.memref_argument("final_state", kF32);
+  if (plan.problem.is_packed) {
+    sequences = w.memref_argument("sequences", kI32), w.chunks = w.memref_argument("chunks", kI32);
+  }
+  w.tail_arguments();
+  return w.write_sequences([&](const Value& v_tile, const Value& n, const Value& hv) {
+    const Value column = w.mul("column", v_tile, w.index(BV));
+    const Value state_at = w.add("state_at", w.mul("state_at", w.add("state_at", w.mul("state_at", n, w.index(HV)), hv),
+                                                   w.index(K * V)), column);
+    const Shape state_shape = {K, BV};
+    const Value start = w.load("S", w.tile(initial, state_at, state_shape, {V, 1}));
+    Value from = w.index(0), chunks = w.NT;
+    if (plan.problem.is_packed) {
+      const Value at = w.mul("sequence_at", n, w.index(2));
+      from = w.to_index(w.load_scalar("from", sequences, at));
+      const Value at_count = w.add("sequence_at", at, w.index(1));
+      chunks = w.add("end", from, w.to_index(w.load_scalar("rows", sequences, at_count)));
+    }
+    const Value one = w.index(1);
+    const auto last = w.loop("c", from, chunks, one, {start}, [&](const Value& c, const std::vector<Value>& carried) {
+      const Task t = w.task_of(c, n, hv);
+      // BV columns of a [tokens HV V] tensor.
+      const auto columns = [&](const Value& tensor) {
+        const Value row = w.add("at", w.mul("at", t.row, w.index(HV)), hv);
+        return w.tile(tensor, w.add("at", w.mul("at", row, w.index(V)), column), {BT, BV}, {HV * V, 1});
+      };
+      w.comment("the state before the chunk");
+      const Value S = carried[0], S_16 = w.convert("S", S, type);
+      const Value row = w.add("at", w.mul("at", t.state, w.index(HV)), hv);
+      w.store(S_16, w.tile(h, w.add("at", w.mul("at", row, w.index(K * V)), column), state_shape, {V, 1}));
+      w.comment("v_new");
+      const Value w_tile = w.load("w", w.value_tile(wy, t, K), t.rows);
+      const Value zeros = w.splat("zeros", 0, {BT, BV}), wS = w.matmul("wS", w_tile, S_16, zeros);
+      const Value u_tile = w.convert("u", w.load("u", columns(u), t.rows), kF32);
+      Value delta = w.combine("v_new", "arith.subf", u_tile, wS);
+      const Value delta_16 = w.convert("v_new", delta, type);
+      w.store(delta_16, columns(v_new), t.rows);
+      w.comment("the state behind it");
+      Value decayed = S, written = delta_16;
+      if (w.has_gate()) {
+        const Value gate = w.load("gate", w.gate_tile(g, t), t.rows, -kNoGate);  // nothing is added for such a token
+        const Value g_L = w.last_gate(gate, t), g_L_all = w.fill("g_L_all", g_L, {BT});
+        const Value decay = w.apply("decay", "math.exp", w.combine("rest", "arith.subf", g_L_all, gate));
+        delta = w.combine("written", "arith.mulf", delta, w.broadcast("decay_i", decay, {BT, BV}, 1));
+        written = w.convert("written", delta, type);
+        decayed = w.scaled("decayed", S, w.exp_scalar("e_L", g_L));
+      }
+      const Value k_tile = w.load("k", w.key_tile(k, t), t.rows), kT = w.transpose("kT", k_tile);
+      const Value nothing = w.splat("zeros", 0, state_shape), add = w.matmul("kv", kT, written, nothing);
+      return std::vector<Value>{w.combine("S", "arith.addf", decayed, add)};
+    });
+    w.store(last[0], w.tile(final, state_at, state_shape, {V, 1}));
   });
 }
 

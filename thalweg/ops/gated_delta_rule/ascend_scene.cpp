@@ -39,7 +39,7 @@ struct ChunkScene {
   const Problem& p;
   const Element type;
   const int64_t H, HV, K, V;
-  const std::vector<Chunk> chunks;
+  std::vector<Chunk> chunks;  // in the order of a launch
   int64_t tokens = 0, NT = 0;
   double scale;
   testing::Random random;
@@ -182,6 +182,63 @@ Scene dqkw_scene(const Plan& plan) {
   s.add(output_of_largest("d_q", s.type, d_q, kLimit)), s.add(output_of_largest("d_k", s.type, d_k, kLimit));
   s.add(output_of_largest("d_w", s.type, d_w, kLimit));
   return s.finish(true);
+}
+
+// w and u of real keys, so that states stay bounded: what local() makes of unit keys, values and beta in (0, 1).
+Scene state_scene(const Plan& plan) {
+  ChunkScene s(plan);
+  const Problem& p = plan.problem;
+  const int64_t K = s.K, V = s.V, H = s.H, HV = s.HV, N = int64_t(p.sequences().size());
+  Vector k = s.normals(s.tokens * H * K), w(size_t(s.tokens * HV * K)), u(size_t(s.tokens * HV * V));
+  for (int64_t i = 0; i < s.tokens * H; ++i) {
+    double squares = 0;
+    for (int64_t j = 0; j < K; ++j) squares += k[size_t(i * K + j)] * k[size_t(i * K + j)];
+    for (int64_t j = 0; j < K; ++j) k[size_t(i * K + j)] = rounded(k[size_t(i * K + j)] / std::sqrt(squares), s.type);
+  }
+  Vector initial(size_t(N * HV * K * V)), final(initial.size()), v_new(u.size());
+  for (double& x : initial) x = rounded(s.random.normal(), kF32);
+  Vector h(s.chunks.size() * size_t(HV * K * V));
+  std::vector<Chunk> in_order = s.chunks;
+  std::sort(in_order.begin(), in_order.end(), [](const Chunk& a, const Chunk& b) { return a.state < b.state; });
+  for (int64_t hv = 0; hv < HV; ++hv) {
+    chunk::Matrix S;
+    int64_t sequence = -1;
+    for (const Chunk& c : in_order) {
+      const auto state_of = [&](Vector& of, int64_t row) { return of.begin() + (row * HV + hv) * K * V; };
+      if (c.b != sequence) S.assign(state_of(initial, c.b), state_of(initial, c.b) + K * V), sequence = c.b;
+      ChunkScene::Piece x = s.piece(c, hv, k, k);
+      for (double& value : x.v) value = s.random.normal();
+      for (double& value : x.beta) value = s.random.uniform();
+      x.local = chunk::local(x.in);
+      for (double& value : x.local.w) value = rounded(value, s.type);
+      for (double& value : x.local.u) value = rounded(value, s.type);
+      s.put(x.local.w, c, hv, K, &w), s.put(x.local.u, c, hv, V, &u);
+      std::copy(S.begin(), S.end(), state_of(h, c.state));
+      const chunk::Matrix delta = chunk::v_new(x.in, x.local, S);
+      s.put(delta, c, hv, V, &v_new);
+      S = chunk::next_state(x.in, x.local, S, delta);
+      std::copy(S.begin(), S.end(), state_of(final, c.b));
+    }
+  }
+  s.add(input("k", s.type, k)), s.add(input("w", s.type, w)), s.add(input("u", s.type, u));
+  if (p.gate != Gate::kNone) s.add(input("g", kF32, s.in_layout(s.sums)));
+  s.add(input("initial_state", kF32, initial));
+  s.add(output_of_largest("h", s.type, h, kLimit)), s.add(output_of_largest("v_new", s.type, v_new, kLimit));
+  s.add(output_of_largest("final_state", kF32, final, kLimit));
+  Vector sequences;  // rows of the table, which is in order here
+  if (p.is_packed) {
+    for (int64_t n = 0; n < N; ++n) {
+      const auto first = std::find_if(in_order.begin(), in_order.end(), [n](const Chunk& c) { return c.b == n; });
+      const int64_t count = std::count_if(in_order.begin(), in_order.end(), [n](const Chunk& c) { return c.b == n; });
+      sequences.insert(sequences.end(), {double(first - in_order.begin()), double(count)});
+    }
+    s.add(input("sequences", kI32, sequences));
+    s.chunks = in_order;
+  }
+  Scene scene = s.finish(false);
+  scene["B"].values = {double(N)};
+  scene.tiles = V / plan.tile.V, scene.heads = N * HV;
+  return scene;
 }
 
 }  // namespace thalweg::ascend
