@@ -26,7 +26,10 @@ struct Call {
   double *channels, *heads;  // [blocks][HV][pitch], [blocks][HV]
   char* scratch;
   int64_t slot_bytes, block, group, num_groups;
+  bool stream;
 };
+
+[[gnu::noinline]] GateSlopes unusual_slopes(const ChannelGate& gate, vf y) { return gate_slopes(gate, y); }
 
 // What d_g adds to d_x and, in place of y, to d_A_log.
 template <bool kSoftplus, int64_t N>
@@ -37,7 +40,7 @@ template <bool kSoftplus, int64_t N>
   } else {
     GateSlopes s[N];
     if (gate.usual) lower_bound_slopes<N, true>(gate, y, s);
-    else each<N>([&](int64_t i) { s[i] = gate_slopes(gate, y[i]); });
+    else each<N>([&](int64_t i) { s[i] = unusual_slopes(gate, y[i]); });
     each<N>([&](int64_t i) {
       y[i] = d_g[i] * s[i].A_log * s[i].A_log_factor;
       d_x[i] = d_g[i] * s[i].x * s[i].x_factor;
@@ -55,8 +58,8 @@ struct Row {
   float *channels, *head;  // [pitch], [kLanes]
 };
 
-template <class X, class D, bool kStreams, bool kSoftplus>
-void backward_row(const ChannelGate gate, const Row<X, D>& row, int64_t K) {
+template <class X, class D, bool kSoftplus>
+void backward_row(const ChannelGate gate, const Row<X, D>& row, int64_t K, bool stream) {
   vf head = zero();
   int64_t k = 0;
   for (; k + kStep * kLanes <= K; k += kStep * kLanes) {
@@ -69,7 +72,7 @@ void backward_row(const ChannelGate gate, const Row<X, D>& row, int64_t K) {
       float* sum = row.channels + k + i * kLanes;
       if (row.channels) store(sum, load(sum) + d_x[i]);
     });
-    if (row.d_x) put<X, kStreams>(row.d_x + k, d_x);
+    if (row.d_x) put<X>(row.d_x + k, d_x, stream);
   }
   for (; k < K; k += kLanes) {
     const int64_t n = K - k < kLanes ? K - k : kLanes;
@@ -98,7 +101,7 @@ void flush(const Call& call, int64_t block, int64_t first_head, int64_t num_head
   }
 }
 
-template <class X, class D, bool kStreams>
+template <class X, class D>
 void backward_task(void* arg, int64_t i, int64_t slot) {
   const Call& call = *static_cast<const Call*>(arg);
   const Problem& p = call.p;
@@ -126,24 +129,23 @@ void backward_task(void* arg, int64_t i, int64_t slot) {
                           p.channel_sums ? channels + h * pitch : nullptr,
                           p.head_sums ? heads + h * kVecHeadFloats : nullptr};
       const ChannelGate& gate = call.parameters.gates[hv];
-      if (gate.usual && gate.lower_bound == 0.f) backward_row<X, D, kStreams, true>(gate, row, p.K);
-      else backward_row<X, D, kStreams, false>(gate, row, p.K);
+      if (gate.usual && gate.lower_bound == 0.f) backward_row<X, D, true>(gate, row, p.K, call.stream);
+      else backward_row<X, D, false>(gate, row, p.K, call.stream);
     }
     if ((token - first + 1) % kSumTokens == 0 || token + 1 == last)
       flush(call, block, first_head, num_heads, channels, heads);
   }
-  if (kStreams) stream_fence();
+  if (call.stream) stream_fence();
 }
 
-template <class X, bool kStreams>
+template <class X>
 Task task_of(thalweg_dtype d_g) {
-  if (d_g == THALWEG_F32) return backward_task<X, F32, kStreams>;
-  return d_g == THALWEG_BF16 ? backward_task<X, Bf16, kStreams> : backward_task<X, F16, kStreams>;
+  if (d_g == THALWEG_F32) return backward_task<X, F32>;
+  return d_g == THALWEG_BF16 ? backward_task<X, Bf16> : backward_task<X, F16>;
 }
-template <bool kStreams>
 Task task_of(thalweg_dtype x, thalweg_dtype d_g) {
-  if (x == THALWEG_F32) return task_of<F32, kStreams>(d_g);
-  return x == THALWEG_BF16 ? task_of<Bf16, kStreams>(d_g) : task_of<F16, kStreams>(d_g);
+  if (x == THALWEG_F32) return task_of<F32>(d_g);
+  return x == THALWEG_BF16 ? task_of<Bf16>(d_g) : task_of<F16>(d_g);
 }
 
 }  // namespace
@@ -162,10 +164,9 @@ void cpu_vec_bwd(const Problem& p, const Plan& plan, const thalweg_kda_gate_bwd_
             plan.slot_bytes,
             block,
             group,
-            ceil_div(p.HV, group)};
-  const bool stream = plan.values[kStream] && args.d_x.dtype && is_stream_aligned(args.d_x);
-  const Task task = stream ? task_of<true>(p.dtype, p.g_dtype) : task_of<false>(p.dtype, p.g_dtype);
-  parallel_tasks(exec, num_blocks * call.num_groups, plan.num_slots, task, &call);
+            ceil_div(p.HV, group),
+            plan.values[kStream] && args.d_x.dtype && is_stream_aligned(args.d_x)};
+  parallel_tasks(exec, num_blocks * call.num_groups, plan.num_slots, task_of(p.dtype, p.g_dtype), &call);
   store_sums(p, args, call.channels, call.heads, num_blocks, exec);
 }
 

@@ -52,11 +52,11 @@ inline bool is_stream_aligned(const thalweg_tensor& t) {
 constexpr int64_t kStep = 4;  // vectors at a time
 
 // kStep vectors to p, past the caches or not.
-template <class S, bool kStreams>
-[[gnu::always_inline]] inline void put(typename S::Element* p, const vf (&x)[kStep]) {
+template <class S>
+[[gnu::always_inline]] inline void put(typename S::Element* p, const vf (&x)[kStep], bool stream) {
 #pragma GCC unroll 4
   for (int64_t i = 0; i < kStep; i += 2) {
-    if constexpr (kStreams) {
+    if (stream) {
       S::stream(p + i * kLanes, x[i], x[i + 1]);
     } else {
       S::store(p + i * kLanes, x[i]);
