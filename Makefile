@@ -1,6 +1,6 @@
 # Entry points for people. CMake builds; these lines call it. `make` lists the goals.
 .DEFAULT_GOAL := help
-.PHONY: help demo test build bench docs clean
+.PHONY: help demo test test-all build bench docs clean
 
 JOBS ?= $(shell nproc)
 MINUTES ?=
@@ -11,7 +11,7 @@ MAKEFLAGS += --no-print-directory
 export JOBS
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo:  ## train a small language model on real text and let it write (MINUTES=4 TEXT=file MIXER=kda)
 	@scripts/setup.sh demo
@@ -21,6 +21,10 @@ demo:  ## train a small language model on real text and let it write (MINUTES=4 
 test:  ## build and run every test, sanitizers and document checks included
 	@scripts/setup.sh test
 	@scripts/test.sh
+
+test-all:  ## the same, and the Python tests that need torch and transformers (5.6 GB from PyPI)
+	@scripts/setup.sh test
+	@scripts/test.sh --all
 
 build:  ## the library, the tool, the tests and the examples, in build/cpu
 	@scripts/setup.sh test

@@ -5,13 +5,13 @@
 #
 # Prints each package and its size first. Installs as root or with sudo; without rights it prints the
 # exact apt line and exits 2. THALWEG_NO_INSTALL=1 installs nothing. When all is there it does nothing.
-# Nothing is needed from PyPI; what ever will be goes to a virtual environment under build/.
+# What the Python tests need from PyPI goes to a virtual environment under build/ (scripts/python.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 base=(g++ cmake make python3)
 demo=(libopenblas-pthread-dev zlib1g-dev liblzma-dev libcli11-dev nlohmann-json3-dev libfmt-dev)
-test=(libgtest-dev)
+test=(libgtest-dev python3-venv python3-dev)
 
 fail() {
   echo "setup: $*" >&2

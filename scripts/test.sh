@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything `make test` runs after the packages are there: the release build with every test, then the
 # smoke set under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
+# Between them the Python wheel and its NumPy tests; with --all those that need torch and transformers too.
 # Goes on after a failure, ends with a table, and exits non-zero when anything failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -22,6 +23,7 @@ smoke=(--set -DTHALWEG_SMOKE_ONLY=ON --target thalweg_tests thalweg_fuzz)  # wha
 test_in() { ctest --test-dir "build/$1" --output-on-failure --no-tests=error --parallel "$jobs" "${@:2}"; }
 
 step "build (release)" scripts/build.sh cpu --set "${on[@]}" && step "all tests" test_in cpu
+step "python" scripts/python.sh "$@"
 step "build (address, undefined)" scripts/build.sh asan "${smoke[@]}" && step "smoke tests (address, undefined)" test_in asan -L smoke
 step "build (thread)" scripts/build.sh tsan "${smoke[@]}" && step "smoke tests (thread)" test_in tsan -L smoke
 
