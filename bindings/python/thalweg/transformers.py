@@ -28,7 +28,7 @@ from . import torch as ops
 
 __all__ = ["MODELS", "patch", "unpatch"]
 
-MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "glm5_next", "bailing_hybrid")
+MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lara_mini", "kimi_linear", "bailing_hybrid")
 
 _ABSENT = object()
 _replaced: list = []  # (owner, attribute, what was there or _ABSENT), in order
