@@ -17,20 +17,27 @@ _SHORT_NAMES = {full: short for short, full in _FULL_NAMES.items()}
 _BF16 = DTYPE_CODES["bf16"]
 
 
+_known_dtypes: dict = {}  # dtype objects of any library that were seen, since their names are slow to make
+
+
 def dtype_name(array) -> str | None:
     """'f32' and so on; None for what the library does not have."""
-    return _SHORT_NAMES.get(str(getattr(array, "dtype", None)).rpartition(".")[2])
+    dtype = getattr(array, "dtype", None)
+    if dtype not in _known_dtypes:
+        _known_dtypes[dtype] = _SHORT_NAMES.get(str(dtype).rpartition(".")[2])
+    return _known_dtypes[dtype]
 
 
 def bind(call, field, array, where: str) -> None:
     """Points an argument of `call` at the array's memory."""
-    if getattr(array, "requires_grad", False):
+    code = 0
+    if type(array) is np.ndarray:
+        if array.dtype.kind == "V" and array.dtype.name == "bfloat16":  # ml_dtypes': neither buffer nor DLPack
+            array, code = array.view(np.uint16), _BF16
+    elif getattr(array, "requires_grad", False):
         raise TypeError(f"{where}: {field.name}: got a tensor that requires grad, expected a detached one (thalweg.torch "
                         "has functions with gradients)")  # fmt: skip
-    if type(array) is np.ndarray and array.dtype.name == "bfloat16":  # ml_dtypes': neither buffer nor DLPack
-        call.bind(field.position, array.view(np.uint16), _BF16)
-    else:
-        call.bind(field.position, array, 0)
+    call.bind(field.position, array, code)
 
 
 class _Bfloat16Memory:
