@@ -51,6 +51,21 @@ void load_row(const thalweg_tensor& t, double* out, int64_t n, int64_t i, int64_
 
 int64_t width(const thalweg_tensor& t) { return present(t) ? t.shape[t.rank - 1] : 0; }
 
+// Eight partial sums, so that the compiler may use vectors.
+double dot(const double* a, const double* b, int64_t n) {
+  double part[8] = {};
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    for (int l = 0; l < 8; ++l) part[l] += a[i + l] * b[i + l];
+  double sum = 0;
+  for (; i < n; ++i) sum += a[i] * b[i];
+  for (double x : part) sum += x;
+  return sum;
+}
+void add_scaled(double x, const double* a, int64_t n, double* sum) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += x * a[i];
+}
+
 double scale_of(int64_t K, double given) { return given == 0 ? 1 / std::sqrt(double(K)) : given; }
 
 // Both parts of a key, and its value, as one row: [K + KR + V].
@@ -67,21 +82,20 @@ template <class Args>
 struct Row {
   int64_t H, W, V;   // heads, width of a key with its rope part, width of a value
   Visible visible;
-  Vector q, q_head;  // [W H], [H W]
-  Vector s;          // [rows H]
-  Vector m, l;       // [H]
-  Vector key;        // [W + V]
+  Vector q;     // [H W]
+  Vector s;     // [rows H]
+  Vector m, l;  // [H]
+  Vector key;   // [W + V]
 
   Row(const Args& args, int64_t b, int64_t t, int64_t V_)
       : H(args.q.shape[2]), W(width(args.q) + width(args.q_rope)), V(V_), visible(visible_rows(args, b, t)) {
     key.resize(size_t(W + V));
     if (!visible.used) return;
-    q.resize(size_t(W * H)), q_head.resize(size_t(H * W));
+    q.resize(size_t(H * W));
     for (int64_t h = 0; h < H; ++h) {
       const int64_t K = width(args.q);
-      if (K > 0) load_row(args.q, &q_head[size_t(h * W)], K, b, t, h);
-      if (W > K) load_row(args.q_rope, &q_head[size_t(h * W + K)], W - K, b, t, h);
-      for (int64_t i = 0; i < W; ++i) q[size_t(i * H + h)] = q_head[size_t(h * W + i)];
+      if (K > 0) load_row(args.q, &q[size_t(h * W)], K, b, t, h);
+      if (W > K) load_row(args.q_rope, &q[size_t(h * W + K)], W - K, b, t, h);
     }
     score(args, b);
     normalize(args);
@@ -93,10 +107,7 @@ struct Row {
     s.assign(size_t(size() * H), 0);
     for (int64_t e = 0; e < size(); ++e) {
       load_key(args, b, visible.rows[size_t(e)], V, key.data());
-      double* out = &s[size_t(e * H)];
-      for (int64_t i = 0; i < W; ++i)
-        for (int64_t h = 0; h < H; ++h) out[h] += q[size_t(i * H + h)] * key[size_t(i)];
-      for (int64_t h = 0; h < H; ++h) out[h] *= c;
+      for (int64_t h = 0; h < H; ++h) s[size_t(e * H + h)] = c * dot(q.data() + h * W, key.data(), W);
     }
   }
   void normalize(const Args& args) {
@@ -149,8 +160,7 @@ void forward_query(const Fwd& args, int64_t b, int64_t t) {
     load_key(args, b, row.visible.rows[size_t(e)], V, key.data());
     for (int64_t h = 0; h < row.H; ++h) {
       if (row.l[size_t(h)] == 0) continue;
-      const double P = row.probability(e, h);
-      for (int64_t i = 0; i < V; ++i) o[size_t(h * V + i)] += P * key[size_t(row.W + i)];
+      add_scaled(row.probability(e, h), key.data() + row.W, V, o.data() + h * V);
     }
   }
   for (int64_t h = 0; h < row.H; ++h) {
@@ -239,16 +249,14 @@ class Backward {
   void probabilities(const Row<Bwd>& row, int64_t b, const Vector& d_o, const Vector& L, Vector* P, Vector* dP) const {
     const int64_t H = row.H;
     P->assign(size_t(row.size() * H), 0), dP->assign(size_t(row.size() * H), 0);
-    Vector by_width(size_t(V_ * H)), key(size_t(W_ + V_));
-    for (int64_t h = 0; h < H; ++h)
-      for (int64_t i = 0; i < V_; ++i) by_width[size_t(i * H + h)] = d_o[size_t(h * V_ + i)];
+    Vector key(size_t(W_ + V_));
     for (int64_t e = 0; e < row.size(); ++e) {
       load_key(args_, b, row.visible.rows[size_t(e)], V_, key.data());
-      double* out = dP->data() + e * H;
-      for (int64_t i = 0; i < V_; ++i)
-        for (int64_t h = 0; h < H; ++h) out[h] += by_width[size_t(i * H + h)] * key[size_t(W_ + i)];
-      for (int64_t h = 0; h < H; ++h)
-        if (!dead(L[size_t(h)])) (*P)[size_t(e * H + h)] = std::exp(row.s[size_t(e * H + h)] - L[size_t(h)]);
+      for (int64_t h = 0; h < H; ++h) {
+        const size_t i = size_t(e * H + h);
+        (*dP)[i] = dot(d_o.data() + h * V_, key.data() + W_, V_);
+        if (!dead(L[size_t(h)])) (*P)[i] = std::exp(row.s[i] - L[size_t(h)]);
+      }
     }
   }
 
@@ -271,10 +279,9 @@ class Backward {
     double* d_key = sums->keys.data() + (b * args_.k.shape[1] + j) * (W_ + V_);
     for (int64_t h = 0; h < row.H; ++h) {
       if (dead(L[size_t(h)])) continue;
-      const double *q = row.q_head.data() + h * W_, *d_out = d_o.data() + h * V_;
-      for (int64_t i = 0; i < W_; ++i) d_q[h * W_ + i] += dS[h] * key[size_t(i)];
-      for (int64_t i = 0; i < W_; ++i) d_key[i] += dS[h] * q[i];
-      for (int64_t i = 0; i < V_; ++i) d_key[W_ + i] += P[h] * d_out[i];
+      add_scaled(dS[h], key.data(), W_, d_q + h * W_);
+      add_scaled(dS[h], row.q.data() + h * W_, W_, d_key);
+      add_scaled(P[h], d_o.data() + h * V_, V_, d_key + W_);
     }
   }
 
