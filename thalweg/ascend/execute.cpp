@@ -41,14 +41,10 @@ constexpr const char* kPasses[] = {"--llvm-request-c-wrappers",
                                    "--convert-cf-to-llvm",
                                    "--reconcile-unrealized-casts"};
 
-struct Failure : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 std::string function_of(const std::string& text) {
   constexpr char kMark[] = "func.func @";
   const size_t at = text.find(kMark);
-  if (at == std::string::npos) throw Failure("the text has no func.func");
+  if (at == std::string::npos) throw std::runtime_error("the text has no func.func");
   const size_t begin = at + sizeof kMark - 1;
   return text.substr(begin, text.find('(', begin) - begin);
 }
@@ -77,7 +73,8 @@ void encode(double x, Element element, char* to) {
       std::memcpy(to, &i, 4);
       return;
     }
-    default: throw Failure(std::string("no tensor of ") + text_of(element) + " can be executed");
+    default:
+      throw std::runtime_error(std::string("no tensor of ") + text_of(element) + " can be executed");
   }
 }
 
@@ -163,51 +160,6 @@ extern "C" void _mlir_ciface_)" +
          function + "(" + values + ", grid[0], grid[1], grid[2], x, y, z);\n}\n";
 }
 
-class HostCode {
- public:
-  HostCode(const std::string& text, const Scene& scene) {
-    write("k.mlir", text);
-    write("launch.cpp", launcher(function_of(text), scene));
-    std::vector<std::string> lower = {"mlir-opt-19", "k.mlir", "-o", "lowered.mlir"};
-    lower.insert(lower.end(), std::begin(kPasses), std::end(kPasses));
-    call(lower);
-    call({"mlir-translate-19", "--mlir-to-llvmir", "lowered.mlir", "-o", "k.ll"});
-    call({"llc-19", "-O2", "-relocation-model=pic", "-filetype=obj", "k.ll", "-o", "k.o"});
-    call({"g++", "-std=c++20", "-O1", "-fPIC", "-shared", "launch.cpp", "k.o", "-o", "k.so", "-lm"});
-    library_ = ::dlopen((folder_ / "k.so").c_str(), RTLD_NOW | RTLD_LOCAL);  // now: missing symbols show here
-    if (!library_) throw Failure(std::string("dlopen: ") + ::dlerror());
-    launch_ = reinterpret_cast<Launch>(::dlsym(library_, "thalweg_launch"));
-    if (!launch_) throw Failure(std::string("dlsym: ") + ::dlerror());
-  }
-  ~HostCode() {
-    if (library_) ::dlclose(library_);
-  }
-  HostCode(const HostCode&) = delete;
-  HostCode& operator=(const HostCode&) = delete;
-
-  void launch(Memref* memrefs, const Scalar* scalars, const int32_t* grid) const { launch_(memrefs, scalars, grid); }
-
- private:
-  void write(const char* name, const std::string& text) {
-    std::ofstream file(folder_ / name, std::ios::binary);
-    if (!(file << text).flush()) throw Failure((folder_ / name).string() + ": cannot be written");
-  }
-  void call(std::vector<std::string> args) {
-    const std::string name = args[0];
-    args[0] = find_on_path(name);
-    if (args[0].empty()) throw Failure(missing_host_tool());
-    const Ran ran = run(args, folder_, kSeconds);
-    if (!ran.error.empty()) throw Failure(ran.error);
-    if (ran.timed_out) throw Failure(name + ": ended after the limit of " + std::to_string(int(kSeconds)) + " s");
-    if (ran.signal) throw Failure(name + ": died of signal " + std::to_string(ran.signal));
-    if (ran.code) throw Failure(name + ": exit " + std::to_string(ran.code) + ": " + first_error(ran.err));
-  }
-
-  Folder folder_;
-  void* library_ = nullptr;
-  Launch launch_ = nullptr;
-};
-
 Executed::Output judge(const Argument& a, const testing::Buffer& buffer) {
   Executed::Output out;
   out.name = a.name, out.limit = a.limit;
@@ -262,23 +214,66 @@ std::string missing_host_tool() {
   return "";
 }
 
-Executed execute(const Plan& plan, const std::vector<Part>& parts, const Scene& scene) {
-  Executed result;
-  try {
-    if (std::string missing = missing_host_tool(); !missing.empty()) throw Failure(missing);
-    std::vector<testing::Buffer> buffers;
-    std::vector<const Argument*> tensors;
-    std::vector<Memref> memrefs;
-    std::vector<Scalar> scalars;
+struct HostProgram::Impl {
+  Folder folder;
+  void* library = nullptr;
+  Launch launch = nullptr;
+
+  Impl(const std::string& text, const Scene& scene) {
+    if (std::string missing = missing_host_tool(); !missing.empty()) throw std::runtime_error(missing);
+    write("k.mlir", text);
+    write("launch.cpp", launcher(function_of(text), scene));
+    std::vector<std::string> lower = {"mlir-opt-19", "k.mlir", "-o", "lowered.mlir"};
+    lower.insert(lower.end(), std::begin(kPasses), std::end(kPasses));
+    call(lower);
+    call({"mlir-translate-19", "--mlir-to-llvmir", "lowered.mlir", "-o", "k.ll"});
+    call({"llc-19", "-O2", "-relocation-model=pic", "-filetype=obj", "k.ll", "-o", "k.o"});
+    call({"g++", "-std=c++20", "-O1", "-fPIC", "-shared", "launch.cpp", "k.o", "-o", "k.so", "-lm"});
+    library = ::dlopen((folder / "k.so").c_str(), RTLD_NOW | RTLD_LOCAL);  // now: missing symbols show here
+    if (!library) throw std::runtime_error(std::string("dlopen: ") + ::dlerror());
+    launch = reinterpret_cast<Launch>(::dlsym(library, "thalweg_launch"));
+  }
+  ~Impl() {
+    if (library) ::dlclose(library);
+  }
+
+  void write(const char* name, const std::string& text) {
+    std::ofstream file(folder / name, std::ios::binary);
+    if (!(file << text).flush()) throw std::runtime_error((folder / name).string() + ": cannot be written");
+  }
+  void call(std::vector<std::string> args) {
+    const std::string name = args[0];
+    args[0] = find_on_path(name);
+    const Ran ran = run(args, folder, kSeconds);
+    if (!ran.error.empty()) throw std::runtime_error(ran.error);
+    if (ran.timed_out)
+      throw std::runtime_error(name + ": ended after the limit of " + std::to_string(int(kSeconds)) + " s");
+    if (ran.signal) throw std::runtime_error(name + ": died of signal " + std::to_string(ran.signal));
+    if (ran.code) throw std::runtime_error(name + ": exit " + std::to_string(ran.code) + ": " + first_error(ran.err));
+  }
+};
+
+HostProgram::HostProgram(const std::string& text, const Scene& scene) : impl_(new Impl(text, scene)) {}
+HostProgram::~HostProgram() = default;
+
+// The memory of one execution.
+struct Run {
+  const Scene& scene;
+  std::vector<testing::Buffer> buffers;
+  std::vector<const Argument*> tensors;
+  std::vector<Memref> memrefs;
+  std::vector<Scalar> scalars;
+
+  explicit Run(const Scene& s) : scene(s) {
     for (const Argument& a : scene.arguments) {
       if (a.kind == Argument::kScalar) {
-        Scalar s;
+        Scalar x;
         if (a.element == kF32) {
-          s.f = float(a.values[0]);
+          x.f = float(a.values[0]);
         } else {
-          s.i = int32_t(a.values[0]);
+          x.i = int32_t(a.values[0]);
         }
-        scalars.push_back(s);
+        scalars.push_back(x);
         continue;
       }
       const int64_t bytes = bytes_of(a.element), count = int64_t(a.values.size());
@@ -289,36 +284,42 @@ Executed execute(const Plan& plan, const std::vector<Part>& parts, const Scene& 
       tensors.push_back(&a);
       memrefs.push_back({data, data, 0, count, 1});
     }
-    for (const Part& part : parts) {
-      const HostCode code(part.text, scene);
-      std::vector<Scalar> all = scalars;
-      for (int64_t n : {part.first, part.count}) {
-        Scalar s;
-        s.i = int32_t(n);
-        all.push_back(s);
-      }
-      int32_t grid[3] = {int32_t(part.count), int32_t(scene.heads), 1};
-      if (plan.mode == Mode::kPersistent) {
-        const int64_t cores = plan.mixed ? plan.target.aic : plan.target.aiv;
-        grid[0] = int32_t(std::min(part.count * scene.heads, cores)), grid[1] = 1;
-      }
-      if (part.count > 0) code.launch(memrefs.data(), all.data(), grid);
+  }
+
+  void launch(const Part& part, const Plan& plan) {
+    if (part.count == 0) return;
+    std::vector<Scalar> all = scalars;
+    all.resize(scalars.size() + 2);
+    all[scalars.size()].i = int32_t(part.first), all[scalars.size() + 1].i = int32_t(part.count);
+    int32_t grid[3] = {int32_t(part.count), int32_t(scene.heads), 1};
+    if (plan.mode == Mode::kPersistent) {
+      const int64_t cores = plan.mixed ? plan.target.aic : plan.target.aiv;
+      grid[0] = int32_t(std::min(part.count * scene.heads, cores)), grid[1] = 1;
     }
+    part.program->impl_->launch(memrefs.data(), all.data(), grid);
+  }
+
+  void judge_all(Executed* result) const {
     for (size_t i = 0; i < tensors.size(); ++i) {
       const Argument& a = *tensors[i];
       if (a.kind == Argument::kOutput) {
-        result.outputs.push_back(judge(a, buffers[i]));
+        result->outputs.push_back(judge(a, buffers[i]));
         continue;
       }
-      result.inputs_intact = result.inputs_intact && buffers[i].check_outside().empty();
+      bool& intact = result->inputs_intact;
+      intact = intact && buffers[i].check_outside().empty();
       for (size_t j = 0; j < a.values.size(); ++j)
-        result.inputs_intact = result.inputs_intact &&
-                               decode(buffers[i].data() + int64_t(j) * bytes_of(a.element), a.element) == a.values[j];
+        intact = intact && decode(buffers[i].data() + int64_t(j) * bytes_of(a.element), a.element) == a.values[j];
     }
-    result.ran = true;
-  } catch (const std::exception& e) {
-    result.error = std::string("execute: ") + e.what();
   }
+};
+
+Executed execute(const Plan& plan, const Scene& scene, const std::vector<Part>& parts) {
+  Executed result;
+  Run run(scene);
+  for (const Part& part : parts) run.launch(part, plan);
+  run.judge_all(&result);
+  result.ran = true;
   return result;
 }
 
@@ -331,8 +332,13 @@ Executed execute(const Plan& plan, const std::string& text) {
     result.error = "execute: tasks, got " + std::to_string(plan.split.tasks) + ", expected at most " +
                    std::to_string(kMaxPrograms) + " on the host: take fewer tokens or heads";
   } else {
-    const Scene scene = kernel->scene(plan);
-    result = execute(plan, {{text, 0, scene.tiles}}, scene);
+    try {
+      const Scene scene = kernel->scene(plan);
+      const HostProgram program(text, scene);
+      result = execute(plan, scene, {{&program, 0, scene.tiles}});
+    } catch (const std::exception& e) {
+      result.error = std::string("execute: ") + e.what();
+    }
   }
   return result;
 }

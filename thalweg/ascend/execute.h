@@ -8,6 +8,7 @@
 #define THALWEG_ASCEND_EXECUTE_H
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -43,7 +44,7 @@ Argument scalar(const std::string& name, Element element, double value);
 Argument output_of_largest(const std::string& name, Element element, std::vector<double> want, double limit);
 
 struct Executed {
-  bool ran = false;   // false: a tool is missing or failed, `error` says which and how
+  bool ran = false;  // false: a tool is missing or failed, `error` says which and how
   std::string error;
   struct Output {
     std::string name;
@@ -57,13 +58,28 @@ struct Executed {
   bool ok() const;
 };
 
-// The text's launch over tiles [first, first + count).
+// A text as machine code of the host, for scenes with the arguments of `scene` (their values do not matter).
+// Throws std::runtime_error that names the tool and what it said.
+class HostProgram {
+ public:
+  HostProgram(const std::string& text, const Scene& scene);
+  ~HostProgram();
+  HostProgram(const HostProgram&) = delete;
+  HostProgram& operator=(const HostProgram&) = delete;
+
+ private:
+  friend struct Run;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// A launch over tiles [first, first + count).
 struct Part {
-  std::string text;
+  const HostProgram* program;
   int64_t first, count;
 };
-// Runs the parts one after another on one copy of the scene's data.
-Executed execute(const Plan&, const std::vector<Part>& parts, const Scene&);
+// Runs the parts one after another on one copy of the scene's data; the grid is that of the plan's mode and target.
+Executed execute(const Plan&, const Scene&, const std::vector<Part>& parts);
 // The whole problem of the plan, with random data of the kernel's own scene.
 Executed execute(const Plan&, const std::string& text);
 

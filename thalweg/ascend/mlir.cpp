@@ -56,20 +56,29 @@ int64_t bytes_of(Element element) {
 
 Element element_of(thalweg_dtype dtype) {
   switch (dtype) {
-    case THALWEG_F16: return kF16;
-    case THALWEG_BF16: return kBF16;
-    case THALWEG_F32: return kF32;
-    case THALWEG_I32: return kI32;
-    default: fail(THALWEG_UNSUPPORTED, "dtype: got %#x, expected f16, bf16, f32 or i32 in a generated kernel", dtype);
+    case THALWEG_F16:
+      return kF16;
+    case THALWEG_BF16:
+      return kBF16;
+    case THALWEG_F32:
+      return kF32;
+    case THALWEG_I32:
+      return kI32;
+    default:
+      fail(THALWEG_UNSUPPORTED, "dtype: got %#x, expected f16, bf16, f32 or i32 in a generated kernel", dtype);
   }
 }
 
 std::string Value::type() const {
   switch (kind) {
-    case kScalar: return text_of(element);
-    case kTensor: return "tensor<" + contents(shape, element) + ">";
-    case kBuffer: return "memref<" + contents(shape, element) + ">";
-    case kGlobal: break;
+    case kScalar:
+      return text_of(element);
+    case kTensor:
+      return "tensor<" + contents(shape, element) + ">";
+    case kBuffer:
+      return "memref<" + contents(shape, element) + ">";
+    case kGlobal:
+      break;
   }
   if (strides.empty()) return "memref<" + contents(shape, element) + ">";  // an argument
   return global_type(shape, element, strides);
@@ -255,8 +264,8 @@ Value Writer::element_at(const std::string& hint, const Value& tensor, const std
 
 Value Writer::tile(const Value& memref, const Value& offset, const Shape& shape, const Shape& strides) {
   Value v{fresh(memref.name.substr(1) + "_gm"), Value::kGlobal, memref.element, shape, strides};
-  line(v.name + " = memref.reinterpret_cast " + memref.name + " to offset: [" + offset.name + "], sizes: " +
-       list(shape) + ", strides: " + list(strides) + " : " + memref.type() + " to " + v.type());
+  line(v.name + " = memref.reinterpret_cast " + memref.name + " to offset: [" + offset.name +
+       "], sizes: " + list(shape) + ", strides: " + list(strides) + " : " + memref.type() + " to " + v.type());
   return v;
 }
 

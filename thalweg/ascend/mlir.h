@@ -26,8 +26,8 @@
 namespace thalweg::ascend {
 
 enum Element { kIndex, kI1, kI8, kI32, kF16, kBF16, kF32 };
-const char* text_of(Element element);      // "bf16"
-int64_t bytes_of(Element element);         // of one, in memory
+const char* text_of(Element element);     // "bf16"
+int64_t bytes_of(Element element);        // of one, in memory
 Element element_of(thalweg_dtype dtype);  // throws Error on what a kernel cannot hold
 
 using Shape = std::vector<int64_t>;
@@ -57,7 +57,7 @@ class Writer {
 
   // ---- The function: arguments first, then begin(), the body, and end() ----
 
-  void describe(const std::string& line);  // a comment line above the module
+  void describe(const std::string& line);                           // a comment line above the module
   Value memref_argument(const std::string& name, Element element);  // memref<?x...>
   Value scalar_argument(const std::string& name, Element element);
   // Writes the signature: the two hidden memrefs that every device kernel begins with, the arguments, and the grid's
@@ -135,7 +135,7 @@ class Writer {
   std::vector<std::string> descriptions_, arguments_, constants_, body_;
   std::map<std::string, int> names_;
   std::map<std::string, Value> constant_values_;
-  std::map<std::string, int64_t> index_constants_;          // of names of index constants
+  std::map<std::string, int64_t> index_constants_;     // of names of index constants
   std::vector<std::map<std::string, Value>> empties_;  // of each open region, by type
   size_t indent_ = 4;
 };

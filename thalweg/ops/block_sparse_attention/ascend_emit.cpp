@@ -2,9 +2,9 @@
 // key/value head: it walks the tiles of BM queries (BM divides block_q) whose block the mask keeps, with both sums on
 // the cube. Tensors, in device memory and without gaps:
 //
-//   q d_o [B T H K]    k v d_k d_v [B S HK K]    lse delta [B H T] f32, delta = <d_o, o>; lse finite where a query sees a key
-//   counts [B H NK] i32, lists [B H NK NT] i32: of each block of keys, how many tiles of queries see it, and which;
-//   NK = ceil(S / block_k), NT = ceil(T / BM)
+//   q d_o [B T H K]    k v d_k d_v [B S HK K]    lse delta [B H T] f32, delta = <d_o, o>; lse finite where a query sees
+//   a key counts [B H NK] i32, lists [B H NK NT] i32: of each block of keys, how many tiles of queries see it, and
+//   which; NK = ceil(S / block_k), NT = ceil(T / BM)
 //
 // then scale f32, and i32: B; T; S; first and count: the launch does sub-blocks first to first + count - 1.
 //
@@ -22,7 +22,8 @@
 namespace thalweg::ascend {
 namespace {
 
-// The operands of one value in the cube's type: itself rounded, or with `split` a high and a low half that add up to it.
+// The operands of one value in the cube's type: itself rounded, or with `split` a high and a low half that add up to
+// it.
 std::vector<Value> halves(Writer& w, const std::string& hint, const Value& x, Element type, bool split) {
   const Value high = w.convert(hint, x, type);
   if (!split) return {high};
@@ -40,8 +41,10 @@ std::string emit_dkdv(const Plan& plan) {
   const int64_t parts = p.block_k / BT;  // sub-blocks of a block of keys
   const Element type = element_of(p.dtype);
   Writer w("dkdv");
-  w.describe("Gradients of k and v of block-sparse attention, one sub-block of keys j of one head, over listed queries i:");
-  w.describe("  P[i,j] = exp(scale q_i . k_j - lse_i);   dS = scale P (d_o v^T - delta);   d_v = P^T d_o;   d_k = dS^T q.");
+  w.describe(
+      "Gradients of k and v of block-sparse attention, one sub-block of keys j of one head, over listed queries i:");
+  w.describe(
+      "  P[i,j] = exp(scale q_i . k_j - lse_i);   dS = scale P (d_o v^T - delta);   d_v = P^T d_o;   d_k = dS^T q.");
   w.describe("Tiles of " + std::to_string(BM) + " queries and " + std::to_string(BT) + " keys, blocks of " +
              std::to_string(p.block_q) + " and " + std::to_string(p.block_k) + "; H " + std::to_string(H) + ", HK " +
              std::to_string(HK) + ", K " + std::to_string(K) + (p.split ? "; P and dS as high and low halves" : "") +

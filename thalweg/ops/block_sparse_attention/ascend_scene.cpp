@@ -64,11 +64,20 @@ Scene dkdv_scene(const Plan& plan) {
       }
     }
   Scene scene;
-  scene.arguments = {input("q", type, q), input("k", type, k), input("v", type, v), input("d_o", type, d_o),
-                     input("lse", kF32, stats), input("delta", kF32, delta), input("counts", kI32, counts),
-                     input("lists", kI32, lists), output_of_largest("d_k", type, d_k, 1.5e-2),
-                     output_of_largest("d_v", type, d_v, 1.5e-2), scalar("scale", kF32, 1 / std::sqrt(double(K))),
-                     scalar("B", kI32, double(B)), scalar("T", kI32, double(T)), scalar("S", kI32, double(S))};
+  scene.arguments = {input("q", type, q),
+                     input("k", type, k),
+                     input("v", type, v),
+                     input("d_o", type, d_o),
+                     input("lse", kF32, stats),
+                     input("delta", kF32, delta),
+                     input("counts", kI32, counts),
+                     input("lists", kI32, lists),
+                     output_of_largest("d_k", type, d_k, 1.5e-2),
+                     output_of_largest("d_v", type, d_v, 1.5e-2),
+                     scalar("scale", kF32, 1 / std::sqrt(double(K))),
+                     scalar("B", kI32, double(B)),
+                     scalar("T", kI32, double(T)),
+                     scalar("S", kI32, double(S))};
   scene.tiles = (S + plan.tile.BT - 1) / plan.tile.BT;
   scene.heads = B * HK;
   return scene;

@@ -351,12 +351,13 @@ std::string emit_dqkw(const Plan& plan) {
 //   h_c = S     v_new = u - w S     S <- exp(g_L) S + k^T (exp(g_L - g) v_new)     g_L: the chunk's last
 //
 // Tensors: k, w [B T HV K], u [B T HV V], g (with a gate), initial_state [B HV K V] f32, h, v_new, final_state
-// [B HV K V] f32, sequences (packed only, then B counts them) [B 2] i32: first row of `chunks`, rows. Here a "tile" of a
-// launch is one of V / BV, and there is no scale.
+// [B HV K V] f32, sequences (packed only, then B counts them) [B 2] i32: first row of `chunks`, rows. Here a "tile" of
+// a launch is one of V / BV, and there is no scale.
 std::string emit_state(const Plan& plan) {
   ChunkWriter w("state", plan);
   const int64_t BT = w.BT, K = w.K, V = w.V, HV = w.HV, BV = plan.tile.V;
-  w.describe("The states before each chunk, and the deltas, of BV channels of one value head, one chunk after another:");
+  w.describe(
+      "The states before each chunk, and the deltas, of BV channels of one value head, one chunk after another:");
   w.describe("  h = S;   v_new = u - w S;   S <- exp(g_L) S + k^T (exp(g_L - g) v_new), L the chunk's last token.");
   w.describe("BV " + std::to_string(BV));
   w.describe_sizes();
@@ -372,8 +373,9 @@ std::string emit_state(const Plan& plan) {
   w.tail_arguments();
   return w.write_sequences([&](const Value& v_tile, const Value& n, const Value& hv) {
     const Value column = w.mul("column", v_tile, w.index(BV));
-    const Value state_at = w.add("state_at", w.mul("state_at", w.add("state_at", w.mul("state_at", n, w.index(HV)), hv),
-                                                   w.index(K * V)), column);
+    const Value state_at =
+        w.add("state_at", w.mul("state_at", w.add("state_at", w.mul("state_at", n, w.index(HV)), hv), w.index(K * V)),
+              column);
     const Shape state_shape = {K, BV};
     const Value start = w.load("S", w.tile(initial, state_at, state_shape, {V, 1}));
     Value from = w.index(0), chunks = w.NT;

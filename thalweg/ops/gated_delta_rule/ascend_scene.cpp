@@ -43,13 +43,21 @@ struct ChunkScene {
   int64_t tokens = 0, NT = 0;
   double scale;
   testing::Random random;
-  Vector raw;  // gates [tokens HV], natural logarithms
+  Vector raw;   // gates [tokens HV], natural logarithms
   Vector sums;  // of each chunk's gates, from its start on
   Scene scene;
 
   explicit ChunkScene(const Plan& the_plan)
-      : plan(the_plan), p(plan.problem), type(element_of(p.dtype)), H(p.H), HV(p.HV), K(p.K), V(p.V),
-        chunks(chunks_of(plan)), scale(1 / std::sqrt(double(std::max<int64_t>(p.K, 1)))), random(17) {
+      : plan(the_plan),
+        p(plan.problem),
+        type(element_of(p.dtype)),
+        H(p.H),
+        HV(p.HV),
+        K(p.K),
+        V(p.V),
+        chunks(chunks_of(plan)),
+        scale(1 / std::sqrt(double(std::max<int64_t>(p.K, 1)))),
+        random(17) {
     for (int64_t n : p.sequences()) tokens += n;
     NT = p.is_packed ? int64_t(chunks.size()) : (p.T + plan.tile.BT - 1) / plan.tile.BT;
     // Heads differ, so that a wrong head shows: from hardly any decay to e^-4 a token, whose inverse over a chunk is
@@ -62,9 +70,11 @@ struct ChunkScene {
     for (const Chunk& c : chunks)
       for (int64_t hv = 0; hv < HV; ++hv)
         if (p.reverse) {
-          for (int64_t t = c.tokens - 2; t >= 0; --t) sums[size_t((c.row + t) * HV + hv)] += sums[size_t((c.row + t + 1) * HV + hv)];
+          for (int64_t t = c.tokens - 2; t >= 0; --t)
+            sums[size_t((c.row + t) * HV + hv)] += sums[size_t((c.row + t + 1) * HV + hv)];
         } else {
-          for (int64_t t = 1; t < c.tokens; ++t) sums[size_t((c.row + t) * HV + hv)] += sums[size_t((c.row + t - 1) * HV + hv)];
+          for (int64_t t = 1; t < c.tokens; ++t)
+            sums[size_t((c.row + t) * HV + hv)] += sums[size_t((c.row + t - 1) * HV + hv)];
         }
   }
 
@@ -171,8 +181,7 @@ Scene dqkw_scene(const Plan& plan) {
       const ChunkScene::Piece x = s.piece(c, hv, q, k);
       const auto values = [&](const Vector& of) { return ChunkScene::rows_of(of, c.row, c.tokens, HV, hv, V); };
       const auto state = [&](const Vector& of) { return ChunkScene::rows_of(of, c.state, 1, HV, hv, K * V); };
-      const chunk::Dqkwg d =
-          chunk::dqkwg(x.in, x.local, state(h), values(v_new), values(d_o), values(d_v), state(d_h));
+      const chunk::Dqkwg d = chunk::dqkwg(x.in, x.local, state(h), values(v_new), values(d_o), values(d_v), state(d_h));
       s.put(d.dq, c, hv, K, &d_q), s.put(d.dk, c, hv, K, &d_k), s.put(d.dw, c, hv, K, &d_w);
     }
   s.add(input("q", s.type, q)), s.add(input("k", s.type, k));

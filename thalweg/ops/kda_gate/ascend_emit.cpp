@@ -4,9 +4,9 @@
 //   bwd   d_x = -exp(A_log) d_g sigmoid(y), and sums over the tile's rows that the host adds up: of d_x, for d_dt_bias,
 //         and of d_g g over rows and channels, for d_A_log
 //
-// Tensors without gaps: x g d_g d_x [T HV K]; A_log [HV] and dt_bias [HV K] f32, each may be left out; sums f32: bias_sums
-// [NT HV K], A_sums [NT HV], of tile first + px each. Then i32: T, all rows; first and count: the launch does tiles first
-// to first + count - 1 of NT = ceil(T / BT).
+// Tensors without gaps: x g d_g d_x [T HV K]; A_log [HV] and dt_bias [HV K] f32, each may be left out; sums f32:
+// bias_sums [NT HV K], A_sums [NT HV], of tile first + px each. Then i32: T, all rows; first and count: the launch does
+// tiles first to first + count - 1 of NT = ceil(T / BT).
 //
 //   single      program (px, py) does tile first + px of head py
 //   persistent  program px of nx does tasks px, px + nx, … of count HV: tile first + i / HV, head i % HV
