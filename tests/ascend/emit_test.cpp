@@ -1,6 +1,7 @@
 // The generators' texts, read as text: no tool is needed. That they compute the right numbers is execute_test.cpp's.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <regex>
@@ -36,9 +37,9 @@ std::vector<Named> golden_plans() {
 std::vector<Named> all_plans() {
   std::vector<Named> list;
   const auto add = [&](const std::string& name, const Plan& plan) {
-    list.push_back({name + (plan.mode == Mode::kSingle ? " single" : " persistent") +
-                        (plan.boundary ? " boundary" : " interior"),
-                    plan});
+    list.push_back(
+        {name + (plan.mode == Mode::kSingle ? " single" : " persistent") + (plan.boundary ? " boundary" : " interior"),
+         plan});
   };
   for (const Mode mode : {Mode::kSingle, Mode::kPersistent})
     for (const bool boundary : {false, true}) {
@@ -67,7 +68,13 @@ std::vector<Named> all_plans() {
             for (const int64_t group : {1, 2})
               add("dkdv " + std::to_string(BM) + " " + std::to_string(BT) + (split ? " split" : "") + " group " +
                       std::to_string(group),
-                  block_plan({.T = 256, .S = 256, .H = 2 * group, .block_q = 128, .block_k = 128, .BM = BM, .BT = BT,
+                  block_plan({.T = 256,
+                              .S = 256,
+                              .H = 2 * group,
+                              .block_q = 128,
+                              .block_k = 128,
+                              .BM = BM,
+                              .BT = BT,
                               .split = split},
                              mode, boundary));
     }
@@ -112,7 +119,8 @@ TEST(AscendText, IsTheGoldenOne) {
 // Lines fit, every name is given once and before its use (MLIR's scopes are not looked at: no name is given twice at
 // all), and only dialects that the host can execute appear.
 TEST(AscendText, IsWellFormed) {
-  const std::set<std::string> dialects = {"func", "arith", "math", "scf", "memref", "tensor", "linalg", "bufferization"};
+  const std::set<std::string> dialects = {"func",   "arith",  "math",   "scf",
+                                          "memref", "tensor", "linalg", "bufferization"};
   for (const Named& named : all_plans()) {
     if (!kernel_of(named.plan)) continue;
     SCOPED_TRACE(named.name);
@@ -121,7 +129,8 @@ TEST(AscendText, IsWellFormed) {
     const std::string code = without_comments(text);
     EXPECT_EQ(std::count(code.begin(), code.end(), '{'), std::count(code.begin(), code.end(), '}'));
     std::set<std::string> known;
-    const std::regex name("%[A-Za-z_0-9]+"), given("^\\s*((%\\w+(, )?)+) = "), operation("(^|= )\\s*([a-z]+)\\.[a-z_]+");
+    const std::regex name("%[A-Za-z_0-9]+"), given("^\\s*((%\\w+(, )?)+) = "),
+        operation("(^|= )\\s*([a-z]+)\\.[a-z_]+");
     const auto define = [&](const std::string& n) { ASSERT_TRUE(known.insert(n).second) << n << " is given twice"; };
     for (const std::string& line : lines_of(code)) {
       std::smatch match;
@@ -132,7 +141,9 @@ TEST(AscendText, IsWellFormed) {
         for (std::sregex_iterator i(names.begin(), names.end(), name), end; i != end; ++i) defined.push_back(i->str());
         uses = match.suffix();
       }
-      if (std::regex_search(line, match, operation)) ASSERT_TRUE(dialects.count(match[2])) << line;
+      if (std::regex_search(line, match, operation)) {
+        ASSERT_TRUE(dialects.count(match[2])) << line;
+      }
       for (std::sregex_iterator i(uses.begin(), uses.end(), name), end; i != end; ++i) {
         const std::string n = i->str(), after = uses.substr(size_t(i->position() + i->length()));
         if (after.starts_with(":") || after.starts_with(" = ")) {
@@ -146,16 +157,14 @@ TEST(AscendText, IsWellFormed) {
   }
 }
 
-// Text for full tiles has no branch, no minimum and no part of a tile; text for boundaries has them.
+// Text for full tiles has no branch and no part of a tile; text for boundaries has them.
 TEST(AscendText, HasMaskCodeOnlyForBoundaries) {
   for (const Named& named : all_plans()) {
     if (!kernel_of(named.plan)) continue;
     SCOPED_TRACE(named.name);
     const std::string code = without_comments(kernel_of(named.plan)->emit(named.plan));
-    for (const char* mask : {"scf.if", "memref.subview", "tensor.extract_slice", "x?x", "<?x1", "<?x6"})
-      EXPECT_EQ(code.find(mask) != std::string::npos && std::string(mask).find('?') == std::string::npos,
-                named.plan.boundary && std::string(mask).find('?') == std::string::npos)
-          << mask;
+    for (const char* mask : {"scf.if", "memref.subview", "tensor.extract_slice"})
+      EXPECT_EQ(code.find(mask) != std::string::npos, named.plan.boundary) << mask;
   }
 }
 
@@ -182,22 +191,23 @@ TEST(AscendText, GateLayoutsDifferInThePlaceOfTheGate) {
     EXPECT_NE(second.find("sizes: [64], strides: [8]"), std::string::npos);
     // Without the lines of the gate's place the texts are one.
     const auto rest = [](const std::string& text) {
-      std::string out;
+      std::vector<std::string> out;
       const std::regex number("_\\d+\\b");
       for (const std::string& line : lines_of(without_comments(text)))
         if (line.find("%g_") == std::string::npos && line.find("memref<64xf32, strided") == std::string::npos &&
             line.find("arith.constant") == std::string::npos)
-          out += std::regex_replace(line, number, "") + "\n";
+          out.push_back(std::regex_replace(line, number, ""));
       return out;
     };
-    EXPECT_EQ(rest(first), rest(second)) << stage;
+    const std::vector<std::string> one = rest(first), other = rest(second);
+    ASSERT_EQ(one.size(), other.size()) << stage;
+    for (size_t i = 0; i < one.size(); ++i) ASSERT_EQ(one[i], other[i]) << stage;
   }
 }
 
 // Text order is live range: d_o of dv_local is loaded after the scores are done.
 TEST(AscendText, LoadsATileBeforeItsFirstUse) {
-  const Plan plan =
-      chunk_plan("dv_local", {.T = 256, .H = 4, .HV = 4}, Gate::kHeadsFirst, Mode::kSingle, false);
+  const Plan plan = chunk_plan("dv_local", {.T = 256, .H = 4, .HV = 4}, Gate::kHeadsFirst, Mode::kSingle, false);
   if (!kernel_of(plan)) GTEST_SKIP() << "built without gated_delta_rule";
   const std::string text = kernel_of(plan)->emit(plan);
   EXPECT_GT(text.find("memref.copy %d_o_gm"), text.find("arith.truncf"));

@@ -227,7 +227,7 @@ struct HostProgram::Impl {
     lower.insert(lower.end(), std::begin(kPasses), std::end(kPasses));
     call(lower);
     call({"mlir-translate-19", "--mlir-to-llvmir", "lowered.mlir", "-o", "k.ll"});
-    call({"llc-19", "-O2", "-relocation-model=pic", "-filetype=obj", "k.ll", "-o", "k.o"});
+    call({"llc-19", "-O1", "-relocation-model=pic", "-filetype=obj", "k.ll", "-o", "k.o"});
     call({"g++", "-std=c++20", "-O1", "-fPIC", "-shared", "launch.cpp", "k.o", "-o", "k.so", "-lm"});
     library = ::dlopen((folder / "k.so").c_str(), RTLD_NOW | RTLD_LOCAL);  // now: missing symbols show here
     if (!library) throw std::runtime_error(std::string("dlopen: ") + ::dlerror());

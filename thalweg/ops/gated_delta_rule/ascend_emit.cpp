@@ -143,8 +143,8 @@ struct ChunkWriter : Writer {
     } else if (plan.problem.is_packed) {
       t.gate = add("g_at", mul("g_start", hv, T), token);
     } else {
-      const Value head = mul("head", b, index(HV));
-      t.gate = add("g_at", mul("g_start", add("head", head, hv), T), token);
+      const Value head = mul("g_head", b, index(HV));
+      t.gate = add("g_at", mul("g_start", add("g_head", head, hv), T), token);
     }
     return t;
   }

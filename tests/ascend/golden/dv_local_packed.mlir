@@ -1,0 +1,144 @@
+// Local part of the gradient of the deltas, one chunk of one value head:
+//   A[j,i] = scale (k_j . q_i) exp(g_i - g_j) for j <= i, else 0;   d_v = A d_o.
+// BT 64, H 2, HV 4, K 64, V 64; g [T HV], stride HV; packed sequences; chunks of 1 to BT tokens
+module {
+  func.func @dv_local(%lock: memref<?xi8>, %ws: memref<?xi8>,  // head of every kernel
+      %q: memref<?xbf16>, %k: memref<?xbf16>, %d_o: memref<?xbf16>, %g: memref<?xf32>, %d_v: memref<?xbf16>,
+      %chunks: memref<?xi32>, %scale: f32, %B: i32, %T: i32, %NT: i32, %first: i32, %count: i32,
+      %nx: i32, %ny: i32, %nz: i32, %px: i32, %py: i32, %pz: i32)  // grid, program id
+      attributes {SyncBlockLockArgIdx = 0 : i64, WorkspaceArgIdx = 1 : i64, global_kernel = "local"} {
+    %c4 = arith.constant 4 : index
+    %c3 = arith.constant 3 : index
+    %c0 = arith.constant 0 : index
+    %c1 = arith.constant 1 : index
+    %c64 = arith.constant 64 : index
+    %c2 = arith.constant 2 : index
+    %f32_constant = arith.constant -1.000000000e+30 : f32
+    %bf16_0 = arith.constant 0.000000000e+00 : bf16
+    %f32_0 = arith.constant 0.000000000e+00 : f32
+    %B_i = arith.index_cast %B : i32 to index
+    %T_i = arith.index_cast %T : i32 to index
+    %NT_i = arith.index_cast %NT : i32 to index
+    %first_i = arith.index_cast %first : i32 to index
+    %count_i = arith.index_cast %count : i32 to index
+    %px_i = arith.index_cast %px : i32 to index
+    %heads = arith.muli %B_i, %c4 : index
+    %tasks = arith.muli %count_i, %heads : index
+    %nx_i = arith.index_cast %nx : i32 to index
+    scf.for %task = %px_i to %tasks step %nx_i {
+      %turn = arith.divui %task, %heads : index
+      %chunk = arith.addi %first_i, %turn : index
+      %bh = arith.remui %task, %heads : index
+      // the chunk's first token, its tokens, and its row of h
+      %chunk_at = arith.muli %chunk, %c3 : index
+      %chunks_gm = memref.reinterpret_cast %chunks to offset: [%chunk_at], sizes: [1], strides: [1] : memref<?xi32>
+           to memref<1xi32, strided<[1], offset: ?>>
+      %token = memref.load %chunks_gm[%c0] : memref<1xi32, strided<[1], offset: ?>>
+      %token_i = arith.index_cast %token : i32 to index
+      %chunk_at_1 = arith.addi %chunk_at, %c1 : index
+      %chunks_gm_1 = memref.reinterpret_cast %chunks to offset: [%chunk_at_1], sizes: [1], strides: [1] : memref<?xi32>
+           to memref<1xi32, strided<[1], offset: ?>>
+      %tokens = memref.load %chunks_gm_1[%c0] : memref<1xi32, strided<[1], offset: ?>>
+      %tokens_i = arith.index_cast %tokens : i32 to index
+      %tail = arith.cmpi slt, %tokens_i, %c64 : index
+      %chunk_at_2 = arith.addi %chunk_at, %c2 : index
+      %chunks_gm_2 = memref.reinterpret_cast %chunks to offset: [%chunk_at_2], sizes: [1], strides: [1] : memref<?xi32>
+           to memref<1xi32, strided<[1], offset: ?>>
+      %state = memref.load %chunks_gm_2[%c0] : memref<1xi32, strided<[1], offset: ?>>
+      %state_i = arith.index_cast %state : i32 to index
+      %g_start = arith.muli %token_i, %c4 : index
+      %g_at = arith.addi %g_start, %bh : index
+      // scores [j i]
+      %g_gm = memref.reinterpret_cast %g to offset: [%g_at], sizes: [64], strides: [4] : memref<?xf32>
+           to memref<64xf32, strided<[4], offset: ?>>
+      %gate_buf = memref.alloc() : memref<64xf32>
+      scf.if %tail { linalg.fill ins(%f32_constant : f32) outs(%gate_buf : memref<64xf32>) }
+      %g_gm_rows = memref.subview %g_gm[0] [%tokens_i] [1] : memref<64xf32, strided<[4], offset: ?>>
+           to memref<?xf32, strided<[4], offset: ?>>
+      %gate_buf_rows = memref.subview %gate_buf[0] [%tokens_i] [1] : memref<64xf32> to memref<?xf32, strided<[1]>>
+      memref.copy %g_gm_rows, %gate_buf_rows : memref<?xf32, strided<[4], offset: ?>> to memref<?xf32, strided<[1]>>
+      %gate = bufferization.to_tensor %gate_buf restrict writable : memref<64xf32>
+      %h = arith.divui %bh, %c2 : index
+      %at = arith.muli %token_i, %c2 : index
+      %at_1 = arith.addi %at, %h : index
+      %at_2 = arith.muli %at_1, %c64 : index
+      %q_gm = memref.reinterpret_cast %q to offset: [%at_2], sizes: [64, 64], strides: [128, 1] : memref<?xbf16>
+           to memref<64x64xbf16, strided<[128, 1], offset: ?>>
+      %q_buf = memref.alloc() : memref<64x64xbf16>
+      scf.if %tail { linalg.fill ins(%bf16_0 : bf16) outs(%q_buf : memref<64x64xbf16>) }
+      %q_gm_rows = memref.subview %q_gm[0, 0] [%tokens_i, 64] [1, 1] : memref<64x64xbf16, strided<[128, 1], offset: ?>>
+           to memref<?x64xbf16, strided<[128, 1], offset: ?>>
+      %q_buf_rows = memref.subview %q_buf[0, 0] [%tokens_i, 64] [1, 1] : memref<64x64xbf16>
+           to memref<?x64xbf16, strided<[64, 1]>>
+      memref.copy %q_gm_rows, %q_buf_rows : memref<?x64xbf16, strided<[128, 1], offset: ?>>
+           to memref<?x64xbf16, strided<[64, 1]>>
+      %q_1 = bufferization.to_tensor %q_buf restrict writable : memref<64x64xbf16>
+      %k_gm = memref.reinterpret_cast %k to offset: [%at_2], sizes: [64, 64], strides: [128, 1] : memref<?xbf16>
+           to memref<64x64xbf16, strided<[128, 1], offset: ?>>
+      %k_buf = memref.alloc() : memref<64x64xbf16>
+      scf.if %tail { linalg.fill ins(%bf16_0 : bf16) outs(%k_buf : memref<64x64xbf16>) }
+      %k_gm_rows = memref.subview %k_gm[0, 0] [%tokens_i, 64] [1, 1] : memref<64x64xbf16, strided<[128, 1], offset: ?>>
+           to memref<?x64xbf16, strided<[128, 1], offset: ?>>
+      %k_buf_rows = memref.subview %k_buf[0, 0] [%tokens_i, 64] [1, 1] : memref<64x64xbf16>
+           to memref<?x64xbf16, strided<[64, 1]>>
+      memref.copy %k_gm_rows, %k_buf_rows : memref<?x64xbf16, strided<[128, 1], offset: ?>>
+           to memref<?x64xbf16, strided<[64, 1]>>
+      %k_1 = bufferization.to_tensor %k_buf restrict writable : memref<64x64xbf16>
+      %empty = tensor.empty() : tensor<64x64xf32>
+      %zeros = linalg.fill ins(%f32_0 : f32) outs(%empty : tensor<64x64xf32>) -> tensor<64x64xf32>
+      %empty_1 = tensor.empty() : tensor<64x64xbf16>
+      %qT = linalg.transpose ins(%q_1 : tensor<64x64xbf16>) outs(%empty_1 : tensor<64x64xbf16>) permutation = [1, 0]
+      %S = linalg.matmul ins(%k_1, %qT : tensor<64x64xbf16>, tensor<64x64xbf16>) outs(%zeros : tensor<64x64xf32>)
+           -> tensor<64x64xf32>
+      %scale_all = linalg.fill ins(%scale : f32) outs(%empty : tensor<64x64xf32>) -> tensor<64x64xf32>
+      %A = arith.mulf %S, %scale_all : tensor<64x64xf32>
+      // times the decay from j to i
+      %g_i = linalg.broadcast ins(%gate : tensor<64xf32>) outs(%empty : tensor<64x64xf32>) dimensions = [0]
+      %g_j = linalg.broadcast ins(%gate : tensor<64xf32>) outs(%empty : tensor<64x64xf32>) dimensions = [1]
+      %difference = arith.subf %g_i, %g_j : tensor<64x64xf32>
+      %decay = math.exp %difference : tensor<64x64xf32>
+      %A_1 = arith.mulf %A, %decay : tensor<64x64xf32>
+      // of j <= i
+      %empty_2 = tensor.empty() : tensor<64xi32>
+      %n = linalg.generic {indexing_maps = [affine_map<(a) -> (a)>], iterator_types = ["parallel"]} outs(%empty_2
+           : tensor<64xi32>) {
+      ^bb0(%old: i32):
+        %at_3 = linalg.index 0 : index
+        %number = arith.index_cast %at_3 : index to i32  // i32: compares of i64 are scalar code
+        linalg.yield %number : i32
+      } -> tensor<64xi32>
+      %empty_3 = tensor.empty() : tensor<64x64xi32>
+      %column = linalg.broadcast ins(%n : tensor<64xi32>) outs(%empty_3 : tensor<64x64xi32>) dimensions = [0]
+      %row = linalg.broadcast ins(%n : tensor<64xi32>) outs(%empty_3 : tensor<64x64xi32>) dimensions = [1]
+      %keep = arith.cmpi sle, %row, %column : tensor<64x64xi32>
+      %A_2 = arith.select %keep, %A_1, %zeros : tensor<64x64xi1>, tensor<64x64xf32>
+      %A_3 = arith.truncf %A_2 : tensor<64x64xf32> to tensor<64x64xbf16>
+      // d_v = A d_o
+      %at_4 = arith.muli %token_i, %c4 : index
+      %at_5 = arith.addi %at_4, %bh : index
+      %at_6 = arith.muli %at_5, %c64 : index
+      %d_o_gm = memref.reinterpret_cast %d_o to offset: [%at_6], sizes: [64, 64], strides: [256, 1] : memref<?xbf16>
+           to memref<64x64xbf16, strided<[256, 1], offset: ?>>
+      %d_o_buf = memref.alloc() : memref<64x64xbf16>
+      scf.if %tail { linalg.fill ins(%bf16_0 : bf16) outs(%d_o_buf : memref<64x64xbf16>) }
+      %d_o_gm_rows = memref.subview %d_o_gm[0, 0] [%tokens_i, 64] [1, 1]
+           : memref<64x64xbf16, strided<[256, 1], offset: ?>> to memref<?x64xbf16, strided<[256, 1], offset: ?>>
+      %d_o_buf_rows = memref.subview %d_o_buf[0, 0] [%tokens_i, 64] [1, 1] : memref<64x64xbf16>
+           to memref<?x64xbf16, strided<[64, 1]>>
+      memref.copy %d_o_gm_rows, %d_o_buf_rows : memref<?x64xbf16, strided<[256, 1], offset: ?>>
+           to memref<?x64xbf16, strided<[64, 1]>>
+      %d_o_1 = bufferization.to_tensor %d_o_buf restrict writable : memref<64x64xbf16>
+      %d_v_1 = linalg.matmul ins(%A_3, %d_o_1 : tensor<64x64xbf16>, tensor<64x64xbf16>) outs(%zeros
+           : tensor<64x64xf32>) -> tensor<64x64xf32>
+      %d_v_2 = arith.truncf %d_v_1 : tensor<64x64xf32> to tensor<64x64xbf16>
+      %d_v_gm = memref.reinterpret_cast %d_v to offset: [%at_6], sizes: [64, 64], strides: [256, 1] : memref<?xbf16>
+           to memref<64x64xbf16, strided<[256, 1], offset: ?>>
+      %d_v_2_rows = tensor.extract_slice %d_v_2[0, 0] [%tokens_i, 64] [1, 1] : tensor<64x64xbf16> to tensor<?x64xbf16>
+      %d_v_gm_rows = memref.subview %d_v_gm[0, 0] [%tokens_i, 64] [1, 1]
+           : memref<64x64xbf16, strided<[256, 1], offset: ?>> to memref<?x64xbf16, strided<[256, 1], offset: ?>>
+      bufferization.materialize_in_destination %d_v_2_rows in writable %d_v_gm_rows
+           : (tensor<?x64xbf16>, memref<?x64xbf16, strided<[256, 1], offset: ?>>) -> ()
+    }
+    return
+  }
+}
