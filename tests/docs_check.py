@@ -5,7 +5,8 @@
 
 Without TOOL: every path named in a .md exists; links and anchors lead somewhere; code blocks marked
 with a file equal that file; no path of one machine stands in the tree; environment variables are the
-code's; operator READMEs have the fixed headings; kernel files open with the contract header; tuning
+code's; operator READMEs have the fixed headings; the
+tests that docs/attention-edges.md names exist; kernel files open with the contract header; tuning
 notes are well formed and their evidence is committed; the index of notes is up to date.
 With TOOL (the built `thalweg`): also `thalweg docs --check` (tables generated from the code) and
 `bench/report.py --check` (docs/benchmarks.md).
@@ -173,6 +174,33 @@ def check_operators(faults):
             check_contract(faults, kernel)
 
 
+def check_edges(faults):
+    """docs/attention-edges.md: items 1 to 34 in order, and every test and every comment of cases that it names exists."""
+    path, number = ROOT / "docs" / "attention-edges.md", 0
+    shared = "".join(p.read_text(encoding="utf-8") for p in sorted((ROOT / "tests").glob("*.cpp")))
+    operators = []
+    for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")] if line.startswith("|") else []
+        if cells[:1] == ["edge"]:
+            operators = cells[1:]
+        if not cells or not cells[0].isdigit():
+            continue
+        number += 1
+        if int(cells[0]) != number or len(cells) != 2 + len(operators):
+            faults.add(path, at, f"row, got {line[:20]!r}, expected item {number} with a cell for each operator")
+        for operator, cell in zip(operators, cells[2:]):
+            folder = ROOT / "thalweg" / "ops" / operator
+            tests = set(re.findall(r"^TEST\(\w+, (\w+)\)", (folder / "test.cpp").read_text(encoding="utf-8"), re.M))
+            marks = set(re.findall(r"\d+", " ".join(re.findall(r"^# edge ([\d, ]+):", (folder / "cases.txt").read_text(encoding="utf-8"), re.M))))
+            names, cases = re.findall(r"`([\w.]+)`", cell), re.findall(r"\bedge (\d+)", cell)
+            missing = [n for n in names if n not in tests and not all(f'"{part}"' in shared for part in n.split("."))]
+            missing += [f"edge {n}" for n in cases if n not in marks]
+            if missing or not (names or cases or cell.startswith("none: ")):
+                faults.add(path, at, f"{operator}, got {missing or cell!r}, expected a test, cases (edge n) or 'none: ' and a reason")
+    if number != 34:
+        faults.add(path, 0, f"items, got {number}, expected 34")
+
+
 def check_contract(faults, path):
     """The comment that opens a kernel file has the contract's items, in order."""
     header = []
@@ -247,6 +275,7 @@ def main(arguments):
     check_machine_paths(faults, files)
     check_environment(faults, files)
     check_operators(faults)
+    check_edges(faults)
     check_tuning(faults)
     if arguments:
         check_with_tool(faults, str(pathlib.Path(arguments[0]).resolve()))
