@@ -96,8 +96,9 @@ def file_lines(name, records):
     for command in sorted({r["command"] for r in records}):
         out.append(f"    {command}")
     out.append("")
-    singles = [r for r in records if "against" not in r]
+    singles = [r for r in records if "against" not in r and "library" not in r]
     pairs = [r for r in records if "against" in r]
+    libraries = [r for r in records if "library" in r]  # of bench/compare_transformers.py
     if singles:
         out += ["| case | kernel | threads | buffers | time | spread | GFLOP/s | GB/s | roof | share | ×roof | workspace |",
                 "|---|---|---|---|---|---|---|---|---|---|---|---|"]
@@ -116,6 +117,17 @@ def file_lines(name, records):
         for r in pairs:
             out.append(f"| `{r['case']}` | `{r['against']}` | {r['kernel']} | {r['threads']} | {time_text(r['median_us'])} "
                        f"| {time_text(r['against_us'])} | {number(r, 'ratio', '{:.3f}')} | {percent(r['spread'])} |")
+        out.append("")
+    if libraries:
+        out += ["Against another library, on the same inputs; *peak* is memory beyond inputs and results, *difference* the largest "
+                "relative one of all results:", "",
+                "| case | threads | allocator | library | its time | ours | times as fast | its peak | our peak | difference |",
+                "|---|---|---|---|---|---|---|---|---|---|"]
+        for r in libraries:
+            peaks = [f"{r[name] / 2**20:.0f} MiB" for name in ("library_peak_bytes", "peak_bytes")]
+            difference = max(d["relative"] for d in r["difference"].values())
+            out.append(f"| `{r['case']}` | {r['threads']} | {r['allocator']} | {r['library']} | {time_text(r['library_us'])} "
+                       f"| {time_text(r['median_us'])} | {r['speedup']:.1f} | {' | '.join(peaks)} | {difference:.1e} |")
         out.append("")
     return out
 
