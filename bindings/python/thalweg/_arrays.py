@@ -17,21 +17,23 @@ _SHORT_NAMES = {full: short for short, full in _FULL_NAMES.items()}
 _BF16 = DTYPE_CODES["bf16"]
 
 
-_known_dtypes: dict = {}  # dtype objects of any library that were seen, since their names are slow to make
+_NUMPY_DTYPES: dict = {}  # names by dtype, as they come: NumPy makes a dtype's name anew each time, slowly
 
 
 def dtype_name(array) -> str | None:
     """'f32' and so on; None for what the library does not have."""
-    dtype = getattr(array, "dtype", None)
-    if dtype not in _known_dtypes:
-        _known_dtypes[dtype] = _SHORT_NAMES.get(str(dtype).rpartition(".")[2])
-    return _known_dtypes[dtype]
+    if not isinstance(array, np.ndarray):
+        return _SHORT_NAMES.get(str(getattr(array, "dtype", None)).rpartition(".")[2])
+    dtype = array.dtype
+    if dtype not in _NUMPY_DTYPES:
+        _NUMPY_DTYPES[dtype] = _SHORT_NAMES.get(dtype.name)
+    return _NUMPY_DTYPES[dtype]
 
 
 def bind(call, field, array, where: str) -> None:
     """Points an argument of `call` at the array's memory."""
     code = 0
-    if type(array) is np.ndarray:
+    if isinstance(array, np.ndarray):
         if array.dtype.kind == "V" and array.dtype.name == "bfloat16":  # ml_dtypes': neither buffer nor DLPack
             array, code = array.view(np.uint16), _BF16
     elif getattr(array, "requires_grad", False):

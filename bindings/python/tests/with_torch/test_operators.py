@@ -396,3 +396,26 @@ def test_plain_numbers():
         assert torch.allclose(o[:, t], torch.einsum("bhkv,bhk->bhv", S, qt) / math.sqrt(3), rtol=1e-12, atol=1e-14)
     assert torch.allclose(final, S, rtol=1e-12, atol=1e-14)
     assert np.isfinite(final.numpy()).all()
+
+
+class OtherLibrary:
+    """A bfloat16 array of a library with an array namespace that is neither NumPy's nor, by its type, torch's."""
+
+    def __init__(self, tensor):
+        self.tensor, self.dtype, self.shape = tensor, tensor.dtype, tuple(tensor.shape)
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+    def __array_namespace__(self):
+        return torch
+
+
+def test_bfloat16_arrays_of_other_libraries():
+    pytest.importorskip("ml_dtypes")
+    q, k, v = (torch.randn(1, 5, 2, 8).bfloat16() for _ in range(3))
+    got = thalweg.gated_delta_rule_fwd(*map(OtherLibrary, (q, k, v)), use_qk_l2norm=True).o
+    assert got.dtype == torch.bfloat16 and torch.equal(got, ops.gated_delta_rule(q, k, v, use_qk_l2norm=True)[0])
