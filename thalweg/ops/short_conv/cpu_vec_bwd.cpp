@@ -187,7 +187,7 @@ void piece(const Call& call, const Strip& s, const Span& span, int64_t first, in
   int64_t r = first, in_sums = 0;
   while (r < last + (W - 1)) {
     // A group has all its tokens in the piece and the gradients it completes in d_x, d_final apart.
-    const bool grouped = r + kGroup <= last && (r - (W - 1) >= first || (r == first && !to_state)) &&
+    const bool grouped = is_usual(W) && r + kGroup <= last && (r - (W - 1) >= first || (r == first && !to_state)) &&
                          (!has_final || r + kGroup < span.end);
     const int64_t tokens = grouped ? kGroup : 1;
     if (grouped) {
@@ -199,10 +199,10 @@ void piece(const Call& call, const Strip& s, const Span& span, int64_t first, in
       g.d_x = args.d_x.dtype ? row_at<Element>(args.d_x, p.T, r, s.d0) - (W - 1) * g.d_x_stride
                              : reinterpret_cast<Element*>(s.row);
       g.add = s.sums != nullptr;
-      if (call.stream)
-        columns<S, W, kGroup, true>(s, g);
-      else
-        columns<S, W, kGroup, false>(s, g);
+      if constexpr (is_usual(W)) {
+        if (call.stream) columns<S, W, kGroup, true>(s, g);
+        else columns<S, W, kGroup, false>(s, g);
+      }
     } else {
       single<S, W>(call, s, span, r, first, last);
     }

@@ -82,6 +82,19 @@ struct Taps {
   if (dtype == THALWEG_BF16) return Bf16::store(reinterpret_cast<uint16_t*>(p), x);
   F16::store(reinterpret_cast<uint16_t*>(p), x);
 }
+// The first n elements, any dtype.
+[[gnu::always_inline]] inline vf load_n_as(thalweg_dtype dtype, const char* p, int64_t n) {
+  if (n == kLanes) return load_as(dtype, p);
+  float row[kLanes] = {};
+  read_strided(dtype, p, 1, n, row);
+  return load(row);
+}
+[[gnu::always_inline]] inline void store_n_as(thalweg_dtype dtype, char* p, vf x, int64_t n) {
+  if (n == kLanes) return store_as(dtype, p, x);
+  float row[kLanes];
+  store(row, x);
+  write_strided(dtype, p, 1, n, row);
+}
 
 template <int W>
 [[gnu::always_inline]] inline void load_window(const Taps& t, int64_t n, vf (&w)[W]) {
@@ -136,9 +149,8 @@ int64_t int_of(const thalweg_tensor& t, int64_t i, int64_t j) {
 }
 
 // All tokens of sequence n, channels [d, d + n_channels), at most a vector of them.
-template <class S, int W, bool whole>
-[[gnu::always_inline]] inline void tokens(const Call& call, int64_t n, int64_t slot, int64_t d, int64_t n_channels) {
-  using Element = typename S::Element;
+template <int W>
+void tokens(const Call& call, int64_t n, int64_t slot, int64_t d, int64_t n_channels) {
   const auto& args = call.args;
   const thalweg_tensor &tx = args.x, &ty = args.y, &bias = args.bias;
   vf weight[W], window[W], offset[1] = {zero()};
@@ -146,46 +158,42 @@ template <class S, int W, bool whole>
                  n_channels, weight);
   if (bias.dtype) load_window<1>({element_at(bias, d), bias.dtype, bias.stride[0], 0}, n_channels, offset);
   load_window<W>(state_taps(args.state, slot, d), n_channels, window);
-  const Element* x = static_cast<const Element*>(tx.data) + n * tx.stride[0] + d;
-  Element* y = static_cast<Element*>(ty.data) + n * ty.stride[0] + d;
-  for (int64_t t = 0; t < call.p.T; ++t, x += tx.stride[1], y += ty.stride[1]) {
+  const thalweg_dtype dtype = call.p.dtype;
+  const int64_t bytes = element_bytes(dtype);
+  const char* x = static_cast<const char*>(tx.data) + (n * tx.stride[0] + d) * bytes;
+  char* y = static_cast<char*>(ty.data) + (n * ty.stride[0] + d) * bytes;
+  for (int64_t t = 0; t < call.p.T; ++t, x += tx.stride[1] * bytes, y += ty.stride[1] * bytes) {
     for (int j = 0; j < W - 1; ++j) window[j] = window[j + 1];
-    window[W - 1] = get<S, whole>(x, n_channels);
+    window[W - 1] = load_n_as(dtype, x, n_channels);
     vf pre = offset[0];
     for (int j = 0; j < W; ++j) pre = fma(weight[j], window[j], pre);
-    put<S, whole>(y, call.p.silu ? fast_silu(pre) : pre, n_channels);
+    store_n_as(dtype, y, call.p.silu ? fast_silu(pre) : pre, n_channels);
     const int64_t to = args.write_slots.dtype ? int_of(args.write_slots, n, t) : t + 1 == call.p.T ? slot : -1;
     if (to >= 0) store_window<W>(state_taps(args.state, to, d), n_channels, window);
   }
 }
 
 // One sequence, one strip; the sequences of a strip follow each other, so that its weights stay near.
-template <class S, int W>
+template <int W>
 void decode_task(void* arg, int64_t i, int64_t) {
-  using Element = typename S::Element;
   const Call& call = *static_cast<const Call*>(arg);
   const auto& args = call.args;
   const int64_t n = i % call.p.N, d0 = i / call.p.N * call.strip;
   const int64_t end = d0 + call.strip < call.p.D ? d0 + call.strip : call.p.D;
   const int64_t slot = args.read_slots.dtype ? int_of(args.read_slots, n, 0) : n;
   if (slot < 0) {
-    Element* y = static_cast<Element*>(args.y.data) + n * args.y.stride[0] + d0;
-    for (int64_t t = 0; t < call.p.T; ++t) memset(y + t * args.y.stride[1], 0, size_t(end - d0) * sizeof(Element));
+    const int64_t bytes = element_bytes(call.p.dtype);
+    char* y = static_cast<char*>(args.y.data) + (n * args.y.stride[0] + d0) * bytes;
+    for (int64_t t = 0; t < call.p.T; ++t) memset(y + t * args.y.stride[1] * bytes, 0, size_t((end - d0) * bytes));
     return;
   }
-  int64_t d = d0;
-  for (; d + kLanes <= end; d += kLanes) tokens<S, W, true>(call, n, slot, d, kLanes);
-  if (d < end) tokens<S, W, false>(call, n, slot, d, end - d);
+  for (int64_t d = d0; d < end; d += kLanes) tokens<W>(call, n, slot, d, end - d < kLanes ? end - d : kLanes);
 }
 
 using Task = void (*)(void*, int64_t, int64_t);
 
-template <class S>
-Task task_of(int64_t W) {
-  constexpr Task tasks[] = {decode_task<S, 1>, decode_task<S, 2>, decode_task<S, 3>, decode_task<S, 4>,
-                            decode_task<S, 5>, decode_task<S, 6>, decode_task<S, 7>, decode_task<S, 8>};
-  return tasks[W - 1];
-}
+constexpr Task kTasks[] = {decode_task<1>, decode_task<2>, decode_task<3>, decode_task<4>,
+                           decode_task<5>, decode_task<6>, decode_task<7>, decode_task<8>};
 
 }  // namespace
 
@@ -193,10 +201,7 @@ namespace THALWEG_ISA {
 
 void cpu_vec_decode(const Problem& p, const Plan& plan, const thalweg_short_conv_decode_args& args, const Exec& exec) {
   Call call{p, args, plan.values[kStrip]};
-  const Task task = p.dtype == THALWEG_F32    ? task_of<F32>(p.W)
-                    : p.dtype == THALWEG_BF16 ? task_of<Bf16>(p.W)
-                                              : task_of<F16>(p.W);
-  parallel_tasks(exec, p.N * ((p.D + call.strip - 1) / call.strip), plan.num_slots, task, &call);
+  parallel_tasks(exec, p.N * ((p.D + call.strip - 1) / call.strip), plan.num_slots, kTasks[p.W - 1], &call);
 }
 
 }  // namespace THALWEG_ISA

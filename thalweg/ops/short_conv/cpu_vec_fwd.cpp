@@ -114,12 +114,11 @@ void forward_task(void* arg, int64_t i, int64_t slot) {
     load_history(p, tx, call.args.initial_state, span, r, d0, count, call.strip, history);
     const Element* x = row_at<const Element>(tx, p.T, r, d0);
     Group<S> g{x, y, tx.stride[1], ty.stride[1], weight, history + call.strip, call.strip, p.silu};
-    for (; r + kGroup <= last; r += kGroup, g.x += kGroup * g.x_stride, g.y += kGroup * g.y_stride) {
-      if (call.stream)
-        convolve<S, W, kGroup, true>(g, count);
-      else
-        convolve<S, W, kGroup, false>(g, count);
-    }
+    if constexpr (is_usual(W))
+      for (; r + kGroup <= last; r += kGroup, g.x += kGroup * g.x_stride, g.y += kGroup * g.y_stride) {
+        if (call.stream) convolve<S, W, kGroup, true>(g, count);
+        else convolve<S, W, kGroup, false>(g, count);
+      }
     for (; r < last; ++r, g.x += g.x_stride, g.y += g.y_stride) convolve<S, W, 1, false>(g, count);
   }
   if (call.stream) stream_fence();

@@ -40,6 +40,9 @@ inline bool rows_are_lines(const thalweg_tensor& t) {
   for (int64_t i = 0; i < kLineBytes / 4; i += kLanes) stream(out + i, load(in + i));
 }
 
+// The widths that models use take groups of tokens; others one token at a time, for the sake of the build's time.
+constexpr bool is_usual(int W) { return W >= 2 && W <= 4; }
+
 template <class Element>
 Element* row_at(const thalweg_tensor& t, int64_t T, int64_t r, int64_t d0) {
   return t.dtype ? static_cast<Element*>(t.data) + r / T * t.stride[0] + r % T * t.stride[1] + d0 : nullptr;
