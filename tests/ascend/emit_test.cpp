@@ -30,6 +30,8 @@ std::vector<Named> golden_plans() {
       {"dqkw", chunk_plan("dqkw", fixed, Gate::kTokensFirst, Mode::kSingle, false)},
       {"state", chunk_plan("state", fixed, Gate::kHeadsFirst, Mode::kSingle, false)},
       {"dkdv_split", block_plan({.T = 256, .S = 256, .H = 4, .split = true}, Mode::kSingle, false)},
+      {"topk_dkdv",
+       topk_plan({.T = 256, .S = 256, .H = 32, .K = 512, .BM = 32, .BT = 64, .part = 128}, Mode::kSingle, false)},
   };
 }
 
@@ -62,6 +64,10 @@ std::vector<Named> all_plans() {
                       std::to_string(optional),
                   gate_plan(pass, {.T = 128, .x = x, .g = g, .A_log = (optional & 1) != 0, .dt_bias = optional > 1},
                             mode, boundary));
+      for (const int64_t H : {1, 8})
+        for (const int64_t part : {32, 64})
+          add("topk_dkdv H " + std::to_string(H) + " part " + std::to_string(part),
+              topk_plan({.T = 64, .S = 64, .H = H, .part = part}, mode, boundary));
       for (const int64_t BM : {16, 32, 64, 128})
         for (const int64_t BT : {16, 32, 64, 128})
           for (const bool split : {false, true})

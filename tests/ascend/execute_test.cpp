@@ -186,6 +186,16 @@ TEST(AscendExecution, BlockSparseKeysAndValues) {
   }
 }
 
+// ---- Top-k attention ----
+
+TEST(AscendExecution, TopkKeysAndValues) {
+  const Plan plan = topk_plan({.B = 2, .T = 50, .S = 150, .H = 4, .part = 32}, Mode::kSingle, true);
+  THALWEG_NEEDS(plan);
+  Compiled(plan).expect_right(plan, "H 4, two parts, T 50, S 150");
+  const Plan other = topk_plan({.T = 2048, .S = 512, .H = 1, .K = 32, .BM = 16, .part = 32}, Mode::kPersistent, false);
+  Compiled(other).expect_right(other, "H 1, T 2048, S 512");
+}
+
 // ---- That a fault is seen ----
 
 TEST(AscendExecution, AChangedTextIsSeen) {

@@ -67,6 +67,18 @@ inline Plan block_plan(const BlockSizes& s, Mode mode, bool boundary) {
   return plan;
 }
 
+struct TopkSizes {
+  int64_t B = 1, T = 0, S = 0, H = 4, K = 64, E = 16, BM = 16, BT = 32, part = 64;
+};
+inline Plan topk_plan(const TopkSizes& s, Mode mode, bool boundary) {
+  Plan plan = plan_of("sparse_flash_attention.bwd/dkdv");
+  Problem& p = plan.problem;
+  p.B = s.B, p.T = s.T, p.S = s.S, p.H = s.H, p.K = s.K, p.V = s.K, p.E = s.E;
+  plan.tile = {s.BT, s.BM, s.K, s.part};
+  plan.mode = mode, plan.boundary = boundary;
+  return plan;
+}
+
 }  // namespace thalweg::ascend::tests
 
 #endif

@@ -98,7 +98,7 @@ void Writer::line(const std::string& text) {
   std::string rest = std::string(indent_, ' ') + text;
   while (rest.size() > kWidth) {
     size_t at = 0;
-    for (const char* mark : {" : ", " to ", " outs(", " iter_args(", " -> ", ", %"}) {
+    for (const char* mark : {" : ", " to ", " into ", " outs(", " iter_args(", " -> ", ", %"}) {
       const size_t found = rest.rfind(mark, kWidth - 1);
       if (found != std::string::npos && found > indent_ + 8) at = std::max(at, found + (mark[0] == ',' ? 1 : 0));
     }
@@ -392,6 +392,16 @@ Value Writer::broadcast(const std::string& hint, const Value& vector, const Shap
   Value v = result(hint, vector.element, shape);
   line(v.name + " = linalg.broadcast ins(" + vector.name + " : " + vector.type() + ") outs(" + out.name + " : " +
        out.type() + ") dimensions = [" + std::to_string(new_axis) + "]");
+  return v;
+}
+
+Value Writer::repeat_rows(const std::string& hint, const Value& matrix, int64_t times) {
+  if (times == 1) return matrix;
+  const Shape deep = {matrix.shape[0], times, matrix.shape[1]}, flat = {matrix.shape[0] * times, matrix.shape[1]};
+  const Value repeated = broadcast(hint, matrix, deep, 1);
+  Value v = result(hint, matrix.element, flat);
+  line(v.name + " = tensor.collapse_shape " + repeated.name + " [[0, 1], [2]] : " + repeated.type() + " into " +
+       v.type());
   return v;
 }
 

@@ -108,6 +108,7 @@ class Writer {
   Value choose(const std::string& hint, const Value& condition, const Value& yes, const Value& no);
   // A row repeated down (axis 0) or a column repeated across (axis 1) a matrix.
   Value broadcast(const std::string& hint, const Value& vector, const Shape& shape, int new_axis);
+  Value repeat_rows(const std::string& hint, const Value& matrix, int64_t times);  // each row, one after the other
   Value transpose(const std::string& hint, const Value& matrix);
   // a b + sum, on the cube.
   Value matmul(const std::string& hint, const Value& a, const Value& b, const Value& sum);
