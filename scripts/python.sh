@@ -50,7 +50,7 @@ if [ -n "$missing" ]; then
   echo "python: to install from PyPI into $venv: $missing"
   [ "${1:-}" != --all ] || echo "python: torch brings its CUDA libraries, about 5.6 GB in all; this takes minutes"
   python3 -m venv $venv || fail "python3 -m venv failed; on Debian it needs the package python3-venv"
-  "$python" -m pip install --quiet --disable-pip-version-check "${lists[@]/#/-r}"
+  "$python" -m pip install --quiet --no-compile --disable-pip-version-check "${lists[@]/#/-r}"
   list_packages
   grep -hvE '^ *(#|$)' "${lists[@]}" >"$stamp"
 fi

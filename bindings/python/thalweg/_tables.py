@@ -86,14 +86,27 @@ class Pass:
             for (where, letter), (keyword, doc) in SIZE_KEYWORDS.items()
             if where == self.where
         }
+        self._places = self._find_sizes()
+
+    def _find_sizes(self) -> list:
+        """Where each letter that outputs' shapes need can be read: (letter, [(input, axis, extra), ...])."""
+        letters = {"B", "T", "N"} | {name for field in self.outputs for name, _ in field.dims}
+        places = {}
+        for field in self.inputs:
+            for axis, (letter, extra) in enumerate(field.dims):
+                if letter in letters:
+                    places.setdefault(letter, []).append((field.name, axis, extra))
+        return list(places.items())
 
     def sizes(self, shapes: dict, every=0, **given) -> dict:
         """Sizes by name, from the shapes of the inputs that are present. Only outputs' shapes are made of them: whether
         the inputs agree with each other is the library's to check, so that there is one text for it."""
         sizes = {letter: given[keyword] for keyword, (letter, _) in self.size_keywords.items() if given.get(keyword)}
-        for field in self.inputs:
-            for (name, extra), extent in zip(field.dims, shapes.get(field.name) or ()):
-                sizes.setdefault(name, extent - extra)
+        for letter, places in self._places:
+            for name, axis, extra in places:
+                shape = shapes.get(name)
+                if letter not in sizes and shape is not None and len(shape) > axis:
+                    sizes[letter] = shape[axis] - extra
         if "B" in sizes:
             sizes.setdefault("N", sizes["B"])  # without cu_seqlens each row of the batch is a sequence
             sizes["R"] = sizes["B"] * sizes.get("T", 0) // (every or 64) + sizes["N"]

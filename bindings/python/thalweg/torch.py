@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 
 from . import _native
-from ._tables import CHOICE, COUNT, DTYPE_CODES, FLAG, IN, INOUT, PASSES, REAL, ROWS, STATE
+from ._tables import ANY, CHOICE, COUNT, DTYPE_CODES, FLAG, IN, INOUT, PASSES, REAL, ROWS, STATE
 
 __all__ = [
     "block_sparse_attention", "gated_delta_rule", "gated_delta_rule_decode", "gated_rms_norm", "kda_gate",
@@ -139,21 +139,23 @@ def _literal(value) -> str:
 
 def _fit(tensor, field):
     """The tensor, or a contiguous copy where the operator cannot take its strides."""
-    if field.layout == ROWS:
-        axes = (-1,)
-    elif field.layout == STATE:
-        axes = (-1, -2)
-    else:
+    axes = _CONTIGUOUS_AXES[field.layout]
+    if not 0 < axes <= tensor.dim():
         return tensor
-    if tensor.dim() < len(axes) or any(tensor.shape[i] <= 1 or tensor.stride(i) == 1 for i in axes):
-        return tensor
+    stride, shape = tensor.stride(), tensor.shape
+    for axis in range(-axes, 0):
+        if stride[axis] == 1 or shape[axis] <= 1:
+            return tensor
     return tensor.contiguous()
+
+
+_CONTIGUOUS_AXES = {ROWS: 1, STATE: 2, ANY: 0}  # the last so many axes, one of which must be contiguous
 
 
 def _bind(call, field, tensor, where):
     if tensor.device.type != "cpu":
         raise ValueError(f"{where}: {field.name}: device, got {tensor.device}, expected cpu (there is no CUDA backend yet)")
-    call.bind_pointer(field.position, tensor.data_ptr(), _CODES.get(tensor.dtype, _UNKNOWN), tuple(tensor.shape),
+    call.bind_pointer(field.position, tensor.data_ptr(), _CODES.get(tensor.dtype, _UNKNOWN), tensor.shape,
                       tensor.stride(), _CPU, 0, tensor)  # fmt: skip
 
 
@@ -202,7 +204,7 @@ def _register_autograd(forward: _Operator, backward: _Operator) -> None:
 def _same_dtype(*tensors):
     """The autocast rule: tensors that must share a dtype get the autocast dtype, but for float64."""
     device = next(t for t in tensors if t is not None).device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
