@@ -57,7 +57,7 @@ std::vector<Named> all_plans() {
                   chunk_plan(stage, sizes, gate, mode, boundary));
             }
       for (const char* pass : {"fwd", "bwd"})
-        for (const thalweg_dtype x : {THALWEG_F32, THALWEG_BF16, THALWEG_F16})
+        for (const thalweg_dtype x : {THALWEG_F32, THALWEG_F16})
           for (const thalweg_dtype g : {THALWEG_F32, THALWEG_BF16})
             for (const int optional : {0, 1, 2, 3})
               add(std::string("gate ") + pass + " x " + std::to_string(x) + " g " + std::to_string(g) + " optional " +
@@ -68,8 +68,8 @@ std::vector<Named> all_plans() {
         for (const int64_t part : {32, 64})
           add("topk_dkdv H " + std::to_string(H) + " part " + std::to_string(part),
               topk_plan({.T = 64, .S = 64, .H = H, .part = part}, mode, boundary));
-      for (const int64_t BM : {16, 32, 64, 128})
-        for (const int64_t BT : {16, 32, 64, 128})
+      for (const int64_t BM : {16, 128})
+        for (const int64_t BT : {16, 64})
           for (const bool split : {false, true})
             for (const int64_t group : {1, 2})
               add("dkdv " + std::to_string(BM) + " " + std::to_string(BT) + (split ? " split" : "") + " group " +

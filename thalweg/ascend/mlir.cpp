@@ -172,13 +172,12 @@ Value Writer::index(int64_t value) {
 }
 
 Value Writer::number(double value, Element element) {
-  char digits[40];
-  if (element == kI32) {
-    std::snprintf(digits, sizeof digits, "%lld", static_cast<long long>(value));
-  } else {
-    std::snprintf(digits, sizeof digits, "%.9e", value);
-  }
-  const std::string key = std::string(text_of(element)) + digits;
+  char buffer[40];
+  std::snprintf(buffer, sizeof buffer, "%.9g", value);
+  std::string digits = buffer;
+  if (element != kI32 && digits.find('.') == std::string::npos)  // a float's text needs its point
+    digits.insert(std::min(digits.find('e'), digits.size()), ".0");
+  const std::string key = text_of(element) + digits;
   auto found = constant_values_.find(key);
   if (found != constant_values_.end()) return found->second;
   const bool plain = value >= 0 && value <= 1000 && value == static_cast<int>(value);  // %f32_20

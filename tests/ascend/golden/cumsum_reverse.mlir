@@ -10,8 +10,7 @@ module {
     %c0 = arith.constant 0 : index
     %c1 = arith.constant 1 : index
     %c64 = arith.constant 64 : index
-    %c2 = arith.constant 2 : index
-    %f32_0 = arith.constant 0.000000000e+00 : f32
+    %f32_0 = arith.constant 0.0 : f32
     %B_i = arith.index_cast %B : i32 to index
     %T_i = arith.index_cast %T : i32 to index
     %NT_i = arith.index_cast %NT : i32 to index
@@ -20,7 +19,7 @@ module {
     %px_i = arith.index_cast %px : i32 to index
     %chunk = arith.addi %first_i, %px_i : index
     %py_i = arith.index_cast %py : i32 to index
-    // the chunk's first token, its tokens, and its row of h
+    // where the chunk lies
     %chunk_at = arith.muli %chunk, %c3 : index
     %chunks_gm = memref.reinterpret_cast %chunks to offset: [%chunk_at], sizes: [1], strides: [1] : memref<?xi32>
          to memref<1xi32, strided<[1], offset: ?>>
@@ -32,11 +31,6 @@ module {
     %tokens = memref.load %chunks_gm_1[%c0] : memref<1xi32, strided<[1], offset: ?>>
     %tokens_i = arith.index_cast %tokens : i32 to index
     %tail = arith.cmpi slt, %tokens_i, %c64 : index
-    %chunk_at_2 = arith.addi %chunk_at, %c2 : index
-    %chunks_gm_2 = memref.reinterpret_cast %chunks to offset: [%chunk_at_2], sizes: [1], strides: [1] : memref<?xi32>
-         to memref<1xi32, strided<[1], offset: ?>>
-    %state = memref.load %chunks_gm_2[%c0] : memref<1xi32, strided<[1], offset: ?>>
-    %state_i = arith.index_cast %state : i32 to index
     %g_start = arith.muli %py_i, %T_i : index
     %g_at = arith.addi %g_start, %token_i : index
     %x_gm = memref.reinterpret_cast %x to offset: [%g_at], sizes: [64], strides: [1] : memref<?xf32>

@@ -14,7 +14,7 @@ module {
     %c32 = arith.constant 32 : index
     %c31 = arith.constant 31 : index
     %c2 = arith.constant 2 : index
-    %f32_0 = arith.constant 0.000000000e+00 : f32
+    %f32_0 = arith.constant 0.0 : f32
     %c0 = arith.constant 0 : index
     %c1 = arith.constant 1 : index
     %c4 = arith.constant 4 : index

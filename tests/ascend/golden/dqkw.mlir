@@ -11,7 +11,7 @@ module {
       attributes {SyncBlockLockArgIdx = 0 : i64, WorkspaceArgIdx = 1 : i64, global_kernel = "local"} {
     %c4 = arith.constant 4 : index
     %c64 = arith.constant 64 : index
-    %f32_0 = arith.constant 0.000000000e+00 : f32
+    %f32_0 = arith.constant 0.0 : f32
     %c4096 = arith.constant 4096 : index
     %c1 = arith.constant 1 : index
     %c63 = arith.constant 63 : index
@@ -26,12 +26,12 @@ module {
     // sequence and value head
     %b = arith.divui %py_i, %c4 : index
     %hv = arith.remui %py_i, %c4 : index
-    // the chunk's first token and its row of h
+    // where the chunk lies
     %token = arith.muli %chunk, %c64 : index
     %start = arith.muli %b, %T_i : index
     %row = arith.addi %start, %token : index
-    %first_state = arith.muli %b, %NT_i : index
-    %state = arith.addi %first_state, %chunk : index
+    %state = arith.muli %b, %NT_i : index
+    %state_1 = arith.addi %state, %chunk : index
     %g_start = arith.muli %row, %c4 : index
     %g_at = arith.addi %g_start, %hv : index
     // P [i j]
@@ -81,7 +81,7 @@ module {
     %P_3 = arith.select %keep, %P_2, %zeros : tensor<64x64xi1>, tensor<64x64xf32>
     %P_4 = arith.truncf %P_3 : tensor<64x64xf32> to tensor<64x64xbf16>
     // d_q: through the state, then inside the chunk
-    %at_4 = arith.muli %state, %c4 : index
+    %at_4 = arith.muli %state_1, %c4 : index
     %at_5 = arith.addi %at_4, %hv : index
     %at_6 = arith.muli %at_5, %c4096 : index
     %h_gm = memref.reinterpret_cast %h to offset: [%at_6], sizes: [64, 64], strides: [64, 1] : memref<?xbf16>

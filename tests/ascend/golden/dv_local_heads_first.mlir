@@ -10,7 +10,7 @@ module {
     %c4 = arith.constant 4 : index
     %c64 = arith.constant 64 : index
     %c1 = arith.constant 1 : index
-    %f32_0 = arith.constant 0.000000000e+00 : f32
+    %f32_0 = arith.constant 0.0 : f32
     %B_i = arith.index_cast %B : i32 to index
     %T_i = arith.index_cast %T : i32 to index
     %NT_i = arith.index_cast %NT : i32 to index
@@ -22,12 +22,10 @@ module {
     // sequence and value head
     %b = arith.divui %py_i, %c4 : index
     %hv = arith.remui %py_i, %c4 : index
-    // the chunk's first token and its row of h
+    // where the chunk lies
     %token = arith.muli %chunk, %c64 : index
     %start = arith.muli %b, %T_i : index
     %row = arith.addi %start, %token : index
-    %first_state = arith.muli %b, %NT_i : index
-    %state = arith.addi %first_state, %chunk : index
     %g_head = arith.muli %b, %c4 : index
     %g_head_1 = arith.addi %g_head, %hv : index
     %g_start = arith.muli %g_head_1, %T_i : index

@@ -12,10 +12,10 @@ module {
     %c0 = arith.constant 0 : index
     %c1 = arith.constant 1 : index
     %c64 = arith.constant 64 : index
+    %f32_constant = arith.constant -1.0e+30 : f32
     %c2 = arith.constant 2 : index
-    %f32_constant = arith.constant -1.000000000e+30 : f32
-    %bf16_0 = arith.constant 0.000000000e+00 : bf16
-    %f32_0 = arith.constant 0.000000000e+00 : f32
+    %bf16_0 = arith.constant 0.0 : bf16
+    %f32_0 = arith.constant 0.0 : f32
     %B_i = arith.index_cast %B : i32 to index
     %T_i = arith.index_cast %T : i32 to index
     %NT_i = arith.index_cast %NT : i32 to index
@@ -29,7 +29,7 @@ module {
       %turn = arith.divui %task, %heads : index
       %chunk = arith.addi %first_i, %turn : index
       %bh = arith.remui %task, %heads : index
-      // the chunk's first token, its tokens, and its row of h
+      // where the chunk lies
       %chunk_at = arith.muli %chunk, %c3 : index
       %chunks_gm = memref.reinterpret_cast %chunks to offset: [%chunk_at], sizes: [1], strides: [1] : memref<?xi32>
            to memref<1xi32, strided<[1], offset: ?>>
@@ -41,11 +41,6 @@ module {
       %tokens = memref.load %chunks_gm_1[%c0] : memref<1xi32, strided<[1], offset: ?>>
       %tokens_i = arith.index_cast %tokens : i32 to index
       %tail = arith.cmpi slt, %tokens_i, %c64 : index
-      %chunk_at_2 = arith.addi %chunk_at, %c2 : index
-      %chunks_gm_2 = memref.reinterpret_cast %chunks to offset: [%chunk_at_2], sizes: [1], strides: [1] : memref<?xi32>
-           to memref<1xi32, strided<[1], offset: ?>>
-      %state = memref.load %chunks_gm_2[%c0] : memref<1xi32, strided<[1], offset: ?>>
-      %state_i = arith.index_cast %state : i32 to index
       %g_start = arith.muli %token_i, %c4 : index
       %g_at = arith.addi %g_start, %bh : index
       // scores [j i]

@@ -12,9 +12,9 @@ module {
     %c2048 = arith.constant 2048 : index
     %c128 = arith.constant 128 : index
     %c0 = arith.constant 0 : index
-    %f32_20 = arith.constant 2.000000000e+01 : f32
-    %f32_1 = arith.constant 1.000000000e+00 : f32
-    %f32_0 = arith.constant 0.000000000e+00 : f32
+    %f32_20 = arith.constant 20.0 : f32
+    %f32_1 = arith.constant 1.0 : f32
+    %f32_0 = arith.constant 0.0 : f32
     %T_i = arith.index_cast %T : i32 to index
     %first_i = arith.index_cast %first : i32 to index
     %count_i = arith.index_cast %count : i32 to index

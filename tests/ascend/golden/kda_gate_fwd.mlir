@@ -9,9 +9,9 @@ module {
     %c64 = arith.constant 64 : index
     %c2048 = arith.constant 2048 : index
     %c128 = arith.constant 128 : index
-    %bf16_0 = arith.constant 0.000000000e+00 : bf16
-    %f32_20 = arith.constant 2.000000000e+01 : f32
-    %f32_1 = arith.constant 1.000000000e+00 : f32
+    %bf16_0 = arith.constant 0.0 : bf16
+    %f32_20 = arith.constant 20.0 : f32
+    %f32_1 = arith.constant 1.0 : f32
     %c0 = arith.constant 0 : index
     %T_i = arith.index_cast %T : i32 to index
     %first_i = arith.index_cast %first : i32 to index

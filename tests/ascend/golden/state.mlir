@@ -15,7 +15,7 @@ module {
     %c0 = arith.constant 0 : index
     %c1 = arith.constant 1 : index
     %c64 = arith.constant 64 : index
-    %f32_0 = arith.constant 0.000000000e+00 : f32
+    %f32_0 = arith.constant 0.0 : f32
     %c63 = arith.constant 63 : index
     %B_i = arith.index_cast %B : i32 to index
     %T_i = arith.index_cast %T : i32 to index
@@ -39,19 +39,19 @@ module {
     memref.copy %initial_state_gm, %S_buf : memref<64x32xf32, strided<[64, 1], offset: ?>> to memref<64x32xf32>
     %S = bufferization.to_tensor %S_buf restrict writable : memref<64x32xf32>
     %S_out = scf.for %c = %c0 to %NT_i step %c1 iter_args(%S_in = %S) -> (tensor<64x32xf32>) {
-      // the chunk's first token and its row of h
+      // where the chunk lies
       %token = arith.muli %c, %c64 : index
       %start = arith.muli %b, %T_i : index
       %row = arith.addi %start, %token : index
-      %first_state = arith.muli %b, %NT_i : index
-      %state = arith.addi %first_state, %c : index
+      %state = arith.muli %b, %NT_i : index
+      %state_1 = arith.addi %state, %c : index
       %g_head = arith.muli %b, %c4 : index
       %g_head_1 = arith.addi %g_head, %hv : index
       %g_start = arith.muli %g_head_1, %T_i : index
       %g_at = arith.addi %g_start, %token : index
       // the state before the chunk
       %S_1 = arith.truncf %S_in : tensor<64x32xf32> to tensor<64x32xbf16>
-      %at = arith.muli %state, %c4 : index
+      %at = arith.muli %state_1, %c4 : index
       %at_1 = arith.addi %at, %hv : index
       %at_2 = arith.muli %at_1, %c4096 : index
       %at_3 = arith.addi %at_2, %column : index

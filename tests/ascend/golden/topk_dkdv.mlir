@@ -17,7 +17,7 @@ module {
     %c2 = arith.constant 2 : index
     %c0 = arith.constant 0 : index
     %c1 = arith.constant 1 : index
-    %f32_0 = arith.constant 0.000000000e+00 : f32
+    %f32_0 = arith.constant 0.0 : f32
     %c32 = arith.constant 32 : index
     %B_i = arith.index_cast %B : i32 to index
     %T_i = arith.index_cast %T : i32 to index

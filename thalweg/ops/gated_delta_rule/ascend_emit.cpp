@@ -40,6 +40,7 @@ struct ChunkWriter : Writer {
   const Plan& plan;
   const int64_t H, HV, K, V, BT;
   Value chunks, B, T, NT, first, count;  // arguments; indices from write() on
+  bool has_states = false;               // h is a tensor of this kernel
 
   ChunkWriter(const char* name, const Plan& p)
       : Writer(name), plan(p), H(p.problem.H), HV(p.problem.HV), K(p.problem.K), V(p.problem.V), BT(p.tile.BT) {}
@@ -116,17 +117,19 @@ struct ChunkWriter : Writer {
     t.hv = hv;
     Value token;  // the chunk's first, of its sequence; packed: of all
     if (plan.problem.is_packed) {
-      comment("the chunk's first token, its tokens, and its row of h");
+      comment("where the chunk lies");
       const Value at = mul("chunk_at", chunk, index(3));
       t.row = token = to_index(load_scalar("token", chunks, at));
       if (plan.boundary) {
         const Value at_tokens = add("chunk_at", at, index(1));
         t.rows = rows(to_index(load_scalar("tokens", chunks, at_tokens)), BT);
       }
-      const Value at_state = add("chunk_at", at, index(2));
-      t.state = to_index(load_scalar("state", chunks, at_state));
+      if (has_states) {
+        const Value at_state = add("chunk_at", at, index(2));
+        t.state = to_index(load_scalar("state", chunks, at_state));
+      }
     } else {
-      comment("the chunk's first token and its row of h");
+      comment("where the chunk lies");
       token = mul("token", chunk, index(BT));
       const Value start = mul("start", b, T);
       t.row = add("row", start, token);
@@ -134,8 +137,7 @@ struct ChunkWriter : Writer {
         const Value left = sub("left", T, token);
         t.rows = rows(min("tokens", left, index(BT)), BT);
       }
-      const Value first_state = mul("first_state", b, NT);
-      t.state = add("state", first_state, chunk);
+      if (has_states) t.state = add("state", mul("state", b, NT), chunk);
     }
     if (!has_gate()) return t;
     if (!heads_first()) {
@@ -281,6 +283,7 @@ std::string emit_dv_local(const Plan& plan) {
 // Tensors: q, k, v_new, d_o, d_v (the whole gradient of v_new), h, d_h, g (with a gate), d_q, d_k, d_w.
 std::string emit_dqkw(const Plan& plan) {
   ChunkWriter w("dqkw", plan);
+  w.has_states = true;
   w.describe("Gradients of q, k and w around the state, one chunk of one value head; L is its last token:");
   w.describe("  P[i,j] = scale (d_o_i . v_new_j) exp(g_i - g_j) for j <= i, else 0");
   w.describe("  d_q = scale exp(g) (d_o h^T) + P k;  d_k = exp(g_L - g) (v_new d_h^T) + P^T q;  d_w = -d_v h^T.");
@@ -355,6 +358,7 @@ std::string emit_dqkw(const Plan& plan) {
 // a launch is one of V / BV, and there is no scale.
 std::string emit_state(const Plan& plan) {
   ChunkWriter w("state", plan);
+  w.has_states = true;
   const int64_t BT = w.BT, K = w.K, V = w.V, HV = w.HV, BV = plan.tile.V;
   w.describe(
       "The states before each chunk, and the deltas, of BV channels of one value head, one chunk after another:");
