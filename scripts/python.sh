@@ -70,6 +70,15 @@ echo "python: $(basename build/python/wheel/*.whl), $(stat -c %s build/python/wh
 
 if [ "${1:-}" = --all ]; then
   "$python" -m pytest -q -rs $here/tests
+  oldest=build/python/oldest
+  echo "python: the patch with the oldest transformers: $(grep '^transformers' $here/requirements-oldest.txt)"
+  if ! cmp -s $here/requirements-oldest.txt $oldest/installed.txt; then
+    rm -rf $oldest
+    "$python" -m pip install --quiet --no-compile --disable-pip-version-check --target $oldest -r $here/requirements-oldest.txt
+    cp $here/requirements-oldest.txt $oldest/installed.txt
+    echo "python: in $oldest, $(du -sm $oldest | cut -f 1) MB"
+  fi
+  PYTHONPATH=$oldest "$python" -m pytest -q -rs $here/tests/with_torch/test_transformers.py
   for example in examples/python/*.py; do
     [ -f "$example" ] || continue
     echo "python: $example"
