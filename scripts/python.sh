@@ -4,9 +4,11 @@
 #   scripts/python.sh [--all]
 #
 # Without --all: NumPy only. With it, torch and transformers are installed too (about 5.6 GB on disk, 2.5 minutes) and
-# everything runs, examples included. Packages come from PyPI (bindings/python/requirements-*.txt) and are listed with
-# their sizes. The library that build/cpu holds is linked; without one it is compiled. THALWEG_NO_INSTALL=1 installs
-# nothing; then packages that are not there are a reason to skip, which is said.
+# everything runs, examples included; then the tests that another package changes run again with it beside them: the oldest
+# transformers that has the models, and flash-linear-attention (which transformers would take for its own functions).
+# Packages come from PyPI (bindings/python/requirements-*.txt) and are listed with their sizes. The library that build/cpu
+# holds is linked; without one it is compiled. THALWEG_NO_INSTALL=1 installs nothing; then packages that are not there are
+# a reason to skip, which is said.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -37,6 +39,24 @@ for name, version, size in sorted(rows, key=lambda row: -row[2]):
     print(f"  {name:32} {version:16} {size:9.1f} MB")
 print(f"  {'in all':49} {total:9.1f} MB")
 END
+}
+
+# beside NAME TEST [pip-option]: runs a test file with the packages of requirements-NAME.txt before the environment's
+beside() {
+  local folder=build/python/$1 list=$here/requirements-$1.txt packages
+  packages=$(grep -vE '^ *(#|$)' "$list" | paste -sd ' ')
+  if ! cmp -s "$list" "$folder/installed.txt"; then
+    if [ "${THALWEG_NO_INSTALL:-}" = 1 ]; then
+      echo "python: skipped: $2 with $packages, since THALWEG_NO_INSTALL=1 and $folder does not have them"
+      return
+    fi
+    rm -rf "$folder"
+    "$python" -m pip install --quiet --no-compile --disable-pip-version-check --target "$folder" "${@:3}" -r "$list"
+    cp "$list" "$folder/installed.txt"
+    echo "python: installed from PyPI into $folder, $(du -sm "$folder" | cut -f 1) MB"
+  fi
+  echo "python: $2 with $packages"
+  PYTHONPATH=$folder "$python" -m pytest -q -rs "$here/tests/with_torch/$2"
 }
 
 stamp=$venv/installed.txt
@@ -70,15 +90,8 @@ echo "python: $(basename build/python/wheel/*.whl), $(stat -c %s build/python/wh
 
 if [ "${1:-}" = --all ]; then
   "$python" -m pytest -q -rs $here/tests
-  oldest=build/python/oldest
-  echo "python: the patch with the oldest transformers: $(grep '^transformers' $here/requirements-oldest.txt)"
-  if ! cmp -s $here/requirements-oldest.txt $oldest/installed.txt; then
-    rm -rf $oldest
-    "$python" -m pip install --quiet --no-compile --disable-pip-version-check --target $oldest -r $here/requirements-oldest.txt
-    cp $here/requirements-oldest.txt $oldest/installed.txt
-    echo "python: in $oldest, $(du -sm $oldest | cut -f 1) MB"
-  fi
-  PYTHONPATH=$oldest "$python" -m pytest -q -rs $here/tests/with_torch/test_transformers.py
+  beside oldest test_transformers.py
+  beside fla test_fla.py --no-deps
   for example in examples/python/*.py; do
     [ -f "$example" ] || continue
     echo "python: $example"

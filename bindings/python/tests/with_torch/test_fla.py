@@ -422,7 +422,7 @@ def test_names_order_and_defaults_are_those_of_the_installed_fla(file, name):
 
 @pytest.fixture(scope="module")
 def installed():
-    """The installed fla, which needs Triton and einops."""
+    """The installed fla, which needs Triton and einops. scripts/python.sh keeps it apart: transformers would call it."""
     pytest.importorskip("triton")
     pytest.importorskip("einops")
     pytest.importorskip("fla", reason="fla-core is not installed")
