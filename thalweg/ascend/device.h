@@ -16,10 +16,11 @@ struct Target {
   int64_t ub;          // unified buffer, of one AIV
   int64_t l1;          // of one AIC, as are the following
   int64_t l0a, l0b, l0c;
-  bool a5;             // dav-c310: another tool, bishengir-opt-a5, and another set of planner rules
-  bool is_in_tool = true;  // false: the tool of that architecture does not know this name
+  bool a5;             // dav-c310: another tool, bishengir-opt-a5, and most needs are not predicted
 };
 
+// Tiles start at multiples of these (L0C: of kAlignL0c).
+inline constexpr int64_t kAlign = 32, kAlignL0c = 512;
 // The largest product of a launch's grid dimensions.
 inline constexpr int64_t kMaxGrid = 65535;
 

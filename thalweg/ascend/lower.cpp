@@ -160,6 +160,52 @@ Lowered lower(const Plan& plan, const std::string& text, const Tools& tools) {
   return lower(text, plan.target, plan.buffering, plan.tile.BT, tools);
 }
 
+std::vector<std::string> verdict_differences(const Plan& plan, const Lowered& lowered) {
+  if (!plan.need_is_predicted || !lowered.has_verdict()) return {};
+  bool fits = plan.overflow().empty();
+  if (fits == (lowered.outcome == Outcome::kFits)) return {};
+  return {"verdict: planner " + (fits ? "fits" : plan.overflow()) + ", compiler " + (fits ? lowered.message : "fits")};
+}
+
+std::vector<std::string> differences(const Plan& plan, const Lowered& lowered) {
+  std::vector<std::string> list = verdict_differences(plan, lowered);
+  if (!lowered.has_verdict() || plan.target.a5) return list;
+  auto expect = [&](const std::string& what, int64_t planner, int64_t compiler) {
+    if (planner != compiler) list.push_back(what + ": planner " + std::to_string(planner) + ", compiler " + std::to_string(compiler));
+  };
+  auto need = [&](const std::string& space) {
+    return Need::sum(space == "ub" ? plan.need.ub : space == "cbuf" ? plan.need.l1 : plan.need.l0c);
+  };
+  if (lowered.outcome == Outcome::kOverflow) {
+    expect(space_name(lowered.space), need(lowered.space), lowered.required);
+    return list;
+  }
+  for (const char* space : {"ub", "cbuf", "cc"}) {
+    auto it = lowered.need.find(space);
+    expect(space_name(space), need(space), it == lowered.need.end() ? 0 : it->second);
+  }
+  int64_t scalars = 0;
+  for (bool cube : {false, true}) {
+    if (cube && !plan.mixed) continue;
+    const Function* function = lowered.dump.find(cube);
+    if (!function) {
+      list.push_back(std::string(cube ? "AIC" : "AIV") + ": planner has one, the compiler's program none");
+      continue;
+    }
+    scalars += function->scalar_accesses;
+    for (bool out : {false, true}) {
+      Traffic planned = traffic(plan.moves, cube, out);
+      Function::Sum found = function->sum(out);
+      std::string where = std::string(cube ? "AIC" : "AIV") + (out ? " out" : " in");
+      expect(where + ", bursts", planned.bursts, found.bursts);
+      expect(where + ", bytes", planned.bytes, found.bytes);
+    }
+  }
+  expect("scalar accesses in loops", plan.scalar_loads, scalars);
+  expect("workspace", plan.workspace, lowered.dump.workspace);
+  return list;
+}
+
 Spec device_spec(const Target& target, const Tools& tools) {
   Spec spec;
   try {

@@ -50,6 +50,11 @@ Outcome check_tool(const Target&, const Tools&, std::string* message);
 Lowered lower(const std::string& text, const Target&, Buffering, int64_t rows, const Tools& = {});
 Lowered lower(const Plan&, const std::string& text, const Tools& = {});
 
+// Where a plan and the compiler's answer differ, each as "UB: planner 26112, compiler 26144"; empty: nowhere. `verdict`
+// alone, or also needs, bytes, bursts, workspace and scalar accesses.
+std::vector<std::string> verdict_differences(const Plan&, const Lowered&);
+std::vector<std::string> differences(const Plan&, const Lowered&);
+
 // The device table's entries as the tool prints them, bits: "UB_SIZE" and so on.
 struct Spec {
   Outcome outcome = Outcome::kError;

@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "testing/testing.h"
 #include "thalweg/ascend/device.h"
-#include "thalweg/core/types.h"
 
 namespace thalweg::ascend {
 
@@ -74,9 +74,16 @@ struct Move {
   bool per_pass = false;  // counted for one turn of a loop whose length depends on data
 };
 
+// Of one program: all transfers of one kind of core in one direction.
+struct Traffic {
+  int64_t bursts = 0, bytes = 0;
+};
+Traffic traffic(const std::vector<Move>& moves, bool cube, bool out);
+
 struct Split {
-  int64_t tasks = 0;
-  int64_t cores = 0;
+  int64_t chunks = 0;  // along the first axis of the grid
+  int64_t tasks = 0;   // chunks times what stands beside them
+  int64_t cores = 0;   // AIC of a mixed kernel, else AIV
   int64_t stride_max = 0;  // tasks of the busiest core when core c takes c, c + P, ...
   int64_t range_max = 0;   // ... when it takes a range of chunks, of all heads
   std::vector<int64_t> grid;  // of one launch, logical
@@ -86,9 +93,10 @@ struct Split {
   std::vector<Segment> segments;  // launches, each with a product of dimensions of at most kMaxGrid
 };
 
-struct Refusal {
+// A larger tile that was tried.
+struct Trial {
   Tile tile;
-  std::string reason;  // "UB 262176 of 196608"
+  std::string refused;  // "UB 262176 of 196608"; "" when it fits too
 };
 
 // How the compiler buffers tiles twice: docs/ascend.md.
@@ -117,11 +125,14 @@ struct Plan {
   int64_t scalar_loads = 0;       // scalar loads and stores inside loops that the text asks for (lists, A_log)
   int64_t workspace = 0;          // device memory between AIC and AIV, of one block
   Split split;
-  std::vector<Refusal> refused;   // larger tiles that were tried
-  std::string rule;               // a planning rule that refuses the problem; ""
+  std::vector<Trial> larger;      // larger tiles: what fits too, and why the others were refused
+  std::vector<std::string> notes;  // rules of the original work that the plan keeps and no tool here confirms
+  std::string refused;            // a planning rule that refuses the problem or the tile; ""
   bool need_is_predicted = true;  // false: no formula for this target; the compiler's word is the only one
-  bool fits() const;              // rule is empty and each need within the target's size
-  std::string verdict() const;    // "fits", "overflow: UB 262176 of 196608" or "refused: ..."
+
+  std::string overflow() const;  // "UB 262176 of 196608"; "" when each need is within the target's size
+  bool fits() const { return refused.empty() && overflow().empty(); }
+  std::string verdict() const;  // "fits", "overflow: UB ..." or "refused: ..."
 };
 
 struct Scene;  // thalweg/ascend/execute.h
@@ -130,13 +141,33 @@ struct Scene;  // thalweg/ascend/execute.h
 struct Kernel {
   const char* name;  // "<op>.<pass>" or "<op>.<pass>/<kernel>", as in a case string
   const char* doc;
-  Plan (*plan)(const Problem&, const Target&, const Options&);
+  bool mixed;  // AIC and 2 AIV
+  // Fills the problem from a case of the pass; std::invalid_argument when no kernel covers it.
+  void (*read)(const testing::Case&, Problem&);
+  // Fills tile, need, moves, workspace and refused of a plan whose problem, target, mode and tile are set; sides of the
+  // tile that are 0 are chosen.
+  void (*plan)(Plan&);
   std::string (*emit)(const Plan&);  // MLIR text of the plan's kernel; null: planned only
   Scene (*scene)(const Plan&) = nullptr;  // data and float64 results for execute(); null: not executed
 };
 // Of all operators that are built: each has `const ascend::Kernel* <op>_ascend_at(int i)`, null past the end.
 const std::vector<const Kernel*>& kernels();
 const Kernel* find_kernel(std::string_view name);
+
+int64_t ceil_div(int64_t a, int64_t b);
+int64_t round_up(int64_t a, int64_t to);
+int64_t floor_pow2(int64_t a);  // a >= 1
+int64_t next_pow2(int64_t a);
+
+// A tile of rows whose neighbours lie `heads` tiles apart in device memory: one burst a row, or one in all.
+Move rows_move(const char* tensor, bool cube, bool out, int64_t rows, int64_t width, int64_t element, int64_t heads);
+// A tile that is contiguous: one burst.
+Move whole_move(const char* tensor, bool cube, bool out, int64_t bytes);
+// The gate of a chunk, f32, in plan.problem.gate's layout; nothing without a gate.
+void add_gate_move(Plan& plan, const char* tensor, bool out = false);
+// Fills plan.split and plan.boundary: a task is one chunk of plan.tile.BT tokens of a sequence, of one of `heads` heads
+// (times sequences, where they are equally long).
+void split_chunks(Plan& plan, int64_t heads);
 
 // The problem of a case "<op>.<pass>[/<kernel>]:<tokens>". std::invalid_argument says what was got and expected; a case
 // that no kernel covers says which kernels there are.

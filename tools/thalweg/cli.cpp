@@ -42,6 +42,7 @@ constexpr Subcommand kSubcommands[] = {
     {"profile", "Run a case under perf: time, instructions, where it waits", add_profile},
     {"compare", "Two files of results, before and after", add_compare},
     {"run", "Run a pass on tensors from files", add_run},
+    {"plan", "Tile, memory, transfers and split of a kernel on an Ascend device", add_plan},
     {"docs", "Write the generated tables of the operators' READMEs, or check them", add_docs},
 };
 

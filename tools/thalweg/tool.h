@@ -39,6 +39,7 @@ Action add_profile(CLI::App& app);
 Action add_compare(CLI::App& app);
 Action add_run(CLI::App& app);
 Action add_docs(CLI::App& app);
+Action add_plan(CLI::App& app);
 
 // The whole tool; main() calls it, and so do tests. Errors go to stderr.
 int run_tool(int argc, const char* const* argv);

@@ -1,0 +1,75 @@
+// Plan of block-sparse attention's dK/dV tile on Ascend (docs/ascend.md): a task is one sub-block of keys of one head, a
+// loop over the query tiles that the mask keeps.
+#include <algorithm>
+#include <stdexcept>
+
+#include "testing/case.h"
+#include "testing/fields.h"
+#include "thalweg/ascend/plan.h"
+
+namespace thalweg::ascend {
+
+std::string emit_dkdv(const Plan&);
+
+namespace {
+
+void read(const testing::Case& c, Problem& p) {
+  if (p.dtype != THALWEG_BF16 && p.dtype != THALWEG_F16)
+    throw std::invalid_argument(p.kernel + ": q: dtype, got " + thalweg_dtype_name(p.dtype) + ", expected bf16 or f16 (no kernel covers it)");
+  if (p.V != p.K) throw std::invalid_argument(p.kernel + ": V, got " + std::to_string(p.V) + ", expected K = " + std::to_string(p.K) + " (no kernel covers it)");
+  for (const char* name : {"causal", "sink", "q_lens", "k_lens"})
+    if (c.has(name)) throw std::invalid_argument(p.kernel + ": " + name + ", got one, expected none (no kernel covers it)");
+  if (p.is_packed) throw std::invalid_argument(p.kernel + ": cu_seqlens, got some, expected none (no kernel covers it)");
+  p.block_q = int64_t(c.number("block_q", 128)), p.block_k = int64_t(c.number("block_k", 128));
+  if (!p.block_q) p.block_q = 128;
+  if (!p.block_k) p.block_k = 128;
+  p.HV = c.size("HK");  // key/value heads
+}
+
+// Rules of the original work.
+int64_t seed_BM(int64_t block_q) {
+  for (int64_t size : {64, 48, 32, 16})
+    if (block_q % size == 0) return size;
+  return 0;
+}
+int64_t seed_BT(int64_t block_k) { return block_k <= 32 ? block_k : block_k % 32 == 0 ? 32 : block_k % 48 == 0 ? 48 : 16; }
+
+void plan_dkdv(Plan& plan) {
+  const Problem& p = plan.problem;
+  plan.task = "one sub-block of keys of one head, a loop over its query tiles";
+  plan.refused.clear();
+  Tile& tile = plan.tile;
+  if (!tile.BM) tile.BM = seed_BM(p.block_q);
+  if (!tile.BT) tile.BT = seed_BT(p.block_k);
+  tile.K = tile.V = p.K;
+  if (!tile.BM || p.block_q % tile.BM)
+    plan.refused = "BM " + std::to_string(tile.BM) + ": none of 64, 48, 32, 16 divides block_q = " + std::to_string(p.block_q);
+  else if (p.block_k % tile.BT)
+    plan.refused = "BT " + std::to_string(tile.BT) + ", expected a divisor of block_k = " + std::to_string(p.block_k);
+  else if (tile.BT % 16)
+    plan.refused = "BT " + std::to_string(tile.BT) + ", expected a multiple of 16";
+  if (!tile.BM) tile.BM = 16;
+  Problem keys = p;
+  std::swap(plan.problem.T, plan.problem.S);  // tasks lie along the keys
+  split_chunks(plan, p.H);
+  plan.problem = keys;
+  int64_t BM = tile.BM, BT = tile.BT, D = tile.K, R = BM / 2;
+  plan.need.ub = {{"P", 4 * R * BT}, {"d_S", 4 * R * BT}, {"rows' statistics and scratch", 36 * R}};
+  if (plan.buffering == Buffering::kCube)
+    plan.need.l1 = {{"k, v", 2 * BT * D, 2}, {"q, d_o", 2 * BM * D, 16}, {"P, d_S", 2 * BM * BT, 2}};
+  else
+    plan.need.l1 = {{"k, v", 2 * BT * D, 2}, {"q, d_o", 2 * BM * D, 2}, {"P or d_S", 2 * BM * BT}};
+  plan.need.l0c = {{"d_k, d_v", 4 * BT * D, 2}, {"scores", 4 * BM * BT}};
+  plan.need_is_predicted = !plan.target.a5;
+}
+
+constexpr Kernel kKernels[] = {
+    {"block_sparse_attention.bwd/dkdv", "d_k and d_v of a sub-block of keys", true, read, plan_dkdv, nullptr},
+};
+
+}  // namespace
+
+const Kernel* block_sparse_attention_ascend_at(int i);
+const Kernel* block_sparse_attention_ascend_at(int i) { return i >= 0 && i < int(std::size(kKernels)) ? &kKernels[i] : nullptr; }
+
+}  // namespace thalweg::ascend

@@ -1,0 +1,86 @@
+// Plans of the KDA gate on Ascend (docs/ascend.md): vector cores alone, a task is a tile of rows of one head.
+#include <algorithm>
+#include <stdexcept>
+
+#include "testing/fields.h"
+#include "thalweg/ascend/plan.h"
+
+namespace thalweg::ascend {
+
+std::string emit_kda_gate_fwd(const Plan&);
+std::string emit_kda_gate_bwd(const Plan&);
+
+namespace {
+
+bool takes(thalweg_dtype dtype) { return dtype == THALWEG_F32 || dtype == THALWEG_BF16 || dtype == THALWEG_F16; }
+
+void read(const testing::Case& c, Problem& p) {
+  std::string where = testing::pass_name(*c.pass);
+  bool forward = std::string_view(c.pass->name) == "fwd";
+  const char* second = forward ? "g" : "d_g";
+  p.out_dtype = testing::dtype_in(c, *testing::find_field(*c.pass, second));
+  if (!takes(p.dtype)) throw std::invalid_argument(where + ": x: dtype, got f64, expected f32, bf16 or f16 (no kernel covers it)");
+  if (!takes(p.out_dtype))
+    throw std::invalid_argument(where + ": " + second + ": dtype, got f64, expected f32, bf16 or f16 (no kernel covers it)");
+  if (double bound = c.number("lower_bound", 0); bound != 0)
+    throw std::invalid_argument(where + ": lower_bound, got " + c.options.at("lower_bound") + ", expected 0: the softplus form (no kernel covers it)");
+  p.has_A_log = c.has("A_log"), p.has_dt_bias = c.has("dt_bias");
+  p.T *= p.B * (c.sizes.count("L") ? c.size("L") : 1);  // rows of a head
+  p.B = 1, p.H = p.HV;
+}
+
+// The original work's rule: a budget of elements, and short tiles for short sequences.
+int64_t seed_rows(int64_t T, int64_t D) {
+  int64_t hint = T <= 32 ? 32 : T <= 64 * 2 ? 64 : 128;
+  return std::max<int64_t>(1, std::min(hint, floor_pow2(std::max<int64_t>(1, 8192 / next_pow2(D)))));
+}
+
+void prepare(Plan& plan) {
+  Problem& p = plan.problem;
+  plan.task = "one tile of rows of one head";
+  if (!plan.tile.BT) plan.tile.BT = seed_rows(p.T, p.K);
+  plan.tile.K = p.K;
+  split_chunks(plan, p.HV);
+}
+
+void plan_fwd(Plan& plan) {
+  prepare(plan);
+  const Problem& p = plan.problem;
+  int64_t BT = plan.tile.BT, D = plan.tile.K, n = BT * round_up(D, 8);
+  int64_t x = int64_t(thalweg_dtype_bytes(p.dtype)), y = int64_t(thalweg_dtype_bytes(p.out_dtype));
+  if (plan.target.a5) {
+    plan.need.ub = {{"tiles", 6 * n}, {"bias", p.has_dt_bias ? 4 * D : 0}};
+    plan.need_is_predicted = plan.mode == Mode::kSingle;
+  } else if (plan.mode == Mode::kSingle) {
+    plan.need.ub = {{"x", 4 * n}, {"limit, then mask", 4 * n}, {"logarithm", 4 * n}, {"result", 4 * n}, {"select's scratch", 32}};
+  } else {
+    plan.need.ub = {{"x", 4 * n}, {"limit", 4 * n}, {"mask", round_up(n / 8, 32)}, {"logarithm", 4 * n}, {"result", 4 * n, 2}, {"select's scratch", 32}};
+  }
+  plan.moves = {rows_move("x", false, false, BT, D, x, p.HV)};
+  if (p.has_dt_bias) plan.moves.push_back(whole_move("dt_bias", false, false, 4 * D));
+  plan.moves.push_back(rows_move("g", false, true, BT, D, y, p.HV));
+}
+
+void plan_bwd(Plan& plan) {
+  prepare(plan);
+  const Problem& p = plan.problem;
+  int64_t BT = plan.tile.BT, D = plan.tile.K, n = BT * round_up(D, 8);
+  int64_t x = int64_t(thalweg_dtype_bytes(p.dtype)), dg = int64_t(thalweg_dtype_bytes(p.out_dtype));
+  plan.need.ub = {{"x", 4 * n}, {"sigmoid", 4 * n}, {"d_g", 4 * n}, {"result", 4 * n}, {"scratch", 32}};
+  plan.need_is_predicted = !plan.target.a5;
+  plan.moves = {rows_move("x", false, false, BT, D, x, p.HV), rows_move("d_g", false, false, BT, D, dg, p.HV)};
+  if (p.has_dt_bias) plan.moves.push_back(whole_move("dt_bias", false, false, 4 * D));
+  plan.moves.push_back(rows_move("d_x", false, true, BT, D, x, p.HV));
+}
+
+constexpr Kernel kKernels[] = {
+    {"kda_gate.fwd", "the gate's logarithm, softplus form", false, read, plan_fwd, nullptr},
+    {"kda_gate.bwd", "its gradients", false, read, plan_bwd, nullptr},
+};
+
+}  // namespace
+
+const Kernel* kda_gate_ascend_at(int i);
+const Kernel* kda_gate_ascend_at(int i) { return i >= 0 && i < int(std::size(kKernels)) ? &kKernels[i] : nullptr; }
+
+}  // namespace thalweg::ascend
