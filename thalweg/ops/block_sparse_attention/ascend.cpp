@@ -64,7 +64,7 @@ void plan_dkdv(Plan& plan) {
 }
 
 constexpr Kernel kKernels[] = {
-    {"block_sparse_attention.bwd/dkdv", "d_k and d_v of a sub-block of keys", true, read, plan_dkdv, nullptr},
+    {"block_sparse_attention.bwd/dkdv", "d_k and d_v of a sub-block of keys", true, read, plan_dkdv, emit_dkdv},
 };
 
 }  // namespace

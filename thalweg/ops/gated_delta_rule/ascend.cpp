@@ -101,10 +101,10 @@ void plan_dqkw(Plan& plan) {
 }
 
 constexpr Kernel kKernels[] = {
-    {"gated_delta_rule.fwd/cumsum", "running sums of the gate inside each chunk", false, read, plan_cumsum, nullptr},
-    {"gated_delta_rule.bwd/cumsum", "their gradient: sums from the chunk's end", false, read, plan_cumsum, nullptr},
-    {"gated_delta_rule.bwd/dv_local", "the part of d_v that stays inside a chunk", true, read, plan_dv_local, nullptr},
-    {"gated_delta_rule.bwd/dqkw", "d_q, d_k and d_w of a chunk", true, read, plan_dqkw, nullptr},
+    {"gated_delta_rule.fwd/cumsum", "running sums of the gate inside each chunk", false, read, plan_cumsum, emit_cumsum},
+    {"gated_delta_rule.bwd/cumsum", "their gradient: sums from the chunk's end", false, read, plan_cumsum, emit_cumsum},
+    {"gated_delta_rule.bwd/dv_local", "the part of d_v that stays inside a chunk", true, read, plan_dv_local, emit_dv_local},
+    {"gated_delta_rule.bwd/dqkw", "d_q, d_k and d_w of a chunk", true, read, plan_dqkw, emit_dqkw},
 };
 
 }  // namespace

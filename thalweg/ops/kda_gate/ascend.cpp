@@ -74,8 +74,8 @@ void plan_bwd(Plan& plan) {
 }
 
 constexpr Kernel kKernels[] = {
-    {"kda_gate.fwd", "the gate's logarithm, softplus form", false, read, plan_fwd, nullptr},
-    {"kda_gate.bwd", "its gradients", false, read, plan_bwd, nullptr},
+    {"kda_gate.fwd", "the gate's logarithm, softplus form", false, read, plan_fwd, emit_kda_gate_fwd},
+    {"kda_gate.bwd", "its gradients", false, read, plan_bwd, emit_kda_gate_bwd},
 };
 
 }  // namespace
