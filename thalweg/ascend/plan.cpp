@@ -124,35 +124,36 @@ void add_gate_move(Plan& plan, const char* tensor, bool out) {
 
 void split_chunks(Plan& plan, int64_t heads) {
   const Problem& p = plan.problem;
+  std::vector<int64_t> sequences = p.sequences();
+  plan.boundary = false;
+  int64_t chunks = 0;
+  for (int64_t length : sequences) {
+    plan.boundary = plan.boundary || length % plan.tile.BT != 0;
+    chunks = p.is_packed ? chunks + ceil_div(length, plan.tile.BT) : ceil_div(length, plan.tile.BT);
+  }
+  split_tasks(plan, chunks, p.is_packed ? heads : heads * p.B);
+}
+
+void split_tasks(Plan& plan, int64_t along, int64_t beside) {
   Split& split = plan.split;
   split = {};
-  int64_t beside = heads;
-  plan.boundary = false;
-  std::vector<int64_t> sequences = p.sequences();
-  for (int64_t length : sequences) plan.boundary = plan.boundary || length % plan.tile.BT != 0;
-  if (p.is_packed) {
-    for (int64_t length : sequences) split.chunks += ceil_div(length, plan.tile.BT);
-  } else {
-    split.chunks = ceil_div(p.T, plan.tile.BT);
-    beside *= p.B;
-  }
-  split.tasks = split.chunks * beside;
+  split.chunks = along;
+  split.tasks = along * beside;
   split.cores = plan.mixed ? plan.target.aic : plan.target.aiv;
   split.stride_max = ceil_div(split.tasks, split.cores);
-  split.range_max = ceil_div(split.chunks, split.cores) * beside;
+  split.range_max = ceil_div(along, split.cores) * beside;
   if (plan.mode == Mode::kPersistent) {
     split.grid = {std::min(split.cores, std::max<int64_t>(split.tasks, 1))};
     split.segments = {{0, split.grid[0]}};
     return;
   }
-  split.grid = {split.chunks, beside};
+  split.grid = {along, beside};
   if (beside > kMaxGrid) {
     plan.refused = "grid: " + std::to_string(beside) + " heads and sequences, expected at most " + std::to_string(kMaxGrid) + " (use the persistent mode)";
     return;
   }
   int64_t most = beside ? kMaxGrid / beside : 0;
-  for (int64_t offset = 0; most && offset < split.chunks; offset += most)
-    split.segments.push_back({offset, std::min(most, split.chunks - offset)});
+  for (int64_t offset = 0; most && offset < along; offset += most) split.segments.push_back({offset, std::min(most, along - offset)});
 }
 
 const Kernel* find_kernel(std::string_view name) {

@@ -168,6 +168,8 @@ void add_gate_move(Plan& plan, const char* tensor, bool out = false);
 // Fills plan.split and plan.boundary: a task is one chunk of plan.tile.BT tokens of a sequence, of one of `heads` heads
 // (times sequences, where they are equally long).
 void split_chunks(Plan& plan, int64_t heads);
+// Fills plan.split: `along` tasks on the grid's first axis, `beside` on the second.
+void split_tasks(Plan& plan, int64_t along, int64_t beside);
 
 // The problem of a case "<op>.<pass>[/<kernel>]:<tokens>". std::invalid_argument says what was got and expected; a case
 // that no kernel covers says which kernels there are.

@@ -3,12 +3,15 @@
 #include <stdexcept>
 
 #include "testing/fields.h"
+#include "thalweg/ascend/execute.h"
 #include "thalweg/ascend/plan.h"
 
 namespace thalweg::ascend {
 
 std::string emit_kda_gate_fwd(const Plan&);
 std::string emit_kda_gate_bwd(const Plan&);
+Scene kda_gate_fwd_scene(const Plan&);
+Scene kda_gate_bwd_scene(const Plan&);
 
 namespace {
 
@@ -40,6 +43,7 @@ void prepare(Plan& plan) {
   plan.task = "one tile of rows of one head";
   if (!plan.tile.BT) plan.tile.BT = seed_rows(p.T, p.K);
   plan.tile.K = p.K;
+  plan.scalar_loads = 0;
   split_chunks(plan, p.HV);
 }
 
@@ -55,27 +59,45 @@ void plan_fwd(Plan& plan) {
     plan.need.ub = {{"x", 4 * n}, {"limit, then mask", 4 * n}, {"logarithm", 4 * n}, {"result", 4 * n}, {"select's scratch", 32}};
   } else {
     plan.need.ub = {{"x", 4 * n}, {"limit", 4 * n}, {"mask", round_up(n / 8, 32)}, {"logarithm", 4 * n}, {"result", 4 * n, 2}, {"select's scratch", 32}};
+    plan.scalar_loads = p.has_A_log ? 3 : 0;
   }
   plan.moves = {rows_move("x", false, false, BT, D, x, p.HV)};
   if (p.has_dt_bias) plan.moves.push_back(whole_move("dt_bias", false, false, 4 * D));
   plan.moves.push_back(rows_move("g", false, true, BT, D, y, p.HV));
 }
 
+// Without A_log there is no sum to form, and less is alive at once.
 void plan_bwd(Plan& plan) {
   prepare(plan);
   const Problem& p = plan.problem;
-  int64_t BT = plan.tile.BT, D = plan.tile.K, n = BT * round_up(D, 8);
+  int64_t BT = plan.tile.BT, D = plan.tile.K, width = round_up(D, 8), n = BT * width;
   int64_t x = int64_t(thalweg_dtype_bytes(p.dtype)), dg = int64_t(thalweg_dtype_bytes(p.out_dtype));
-  plan.need.ub = {{"x", 4 * n}, {"sigmoid", 4 * n}, {"d_g", 4 * n}, {"result", 4 * n}, {"scratch", 32}};
+  auto& ub = plan.need.ub;
+  if (plan.mode == Mode::kSingle) {
+    if (p.has_A_log)
+      ub = {{"y", 4 * n}, {"softplus", 4 * n}, {"sigmoid", 4 * n}, {"d_g", 4 * n}, {"limit, then mask", 4 * n}, {"select's scratch", 32}};
+    else if (dg == 4)
+      ub = {{"y, then sigmoid", 4 * n}, {"d_g", 4 * n}, {"bias", p.has_dt_bias ? 4 * width : 0}};
+    else
+      ub = {{"y, then sigmoid", 4 * n}, {"d_g", 4 * n}, {"d_g as stored", 2 * n}};
+  } else {
+    int64_t x_bytes = BT * round_up(x * D, p.has_A_log ? 2 : 32), dg_bytes = BT * round_up(dg * D, 32);
+    if (p.has_A_log)
+      ub = {{"x as stored", x_bytes, 2}, {"y, softplus, sigmoid, d_g, mask, result", 4 * n, 6}};
+    else
+      ub = {{"x as stored", x_bytes, 2}, {"d_g as stored", dg_bytes, 2}, {"y", dg == 2 || (p.has_dt_bias && x == 2) ? 4 * n : 0}, {"d_g", dg == 2 ? 4 * n : 0}};
+    plan.scalar_loads = p.has_A_log ? 5 : 0;
+  }
   plan.need_is_predicted = !plan.target.a5;
   plan.moves = {rows_move("x", false, false, BT, D, x, p.HV), rows_move("d_g", false, false, BT, D, dg, p.HV)};
   if (p.has_dt_bias) plan.moves.push_back(whole_move("dt_bias", false, false, 4 * D));
   plan.moves.push_back(rows_move("d_x", false, true, BT, D, x, p.HV));
+  if (p.has_dt_bias) plan.moves.push_back(whole_move("d_dt_bias of the tile", false, true, 4 * D));
 }
 
 constexpr Kernel kKernels[] = {
-    {"kda_gate.fwd", "the gate's logarithm, softplus form", false, read, plan_fwd, emit_kda_gate_fwd},
-    {"kda_gate.bwd", "its gradients", false, read, plan_bwd, emit_kda_gate_bwd},
+    {"kda_gate.fwd", "the gate's logarithm, softplus form", false, read, plan_fwd, emit_kda_gate_fwd, kda_gate_fwd_scene},
+    {"kda_gate.bwd", "its gradients", false, read, plan_bwd, emit_kda_gate_bwd, kda_gate_bwd_scene},
 };
 
 }  // namespace
