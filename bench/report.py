@@ -136,6 +136,8 @@ def report_text():
     machines = {}  # title and details -> {file: records}
     for path in sorted(RESULTS.rglob("*.jsonl")):
         name = str(path.relative_to(RESULTS))[:-len(".jsonl")]
+        if name.startswith("ascend/"):  # verdicts and counts of a compiler, no times
+            continue
         for record in read_records(path):
             key = (machine_title(record["machine"]), json.dumps(record["machine"], sort_keys=True))
             machines.setdefault(key, {}).setdefault(name, []).append(record)

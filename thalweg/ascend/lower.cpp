@@ -4,6 +4,8 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
+#include <set>
 #include <sstream>
 
 #include "thalweg/ascend/process.h"
@@ -112,6 +114,9 @@ Outcome check_tool(const Target& target, const Tools& tools, std::string* messag
     *message = name + " not found (--ascend-bin, THALWEG_ASCEND_BIN, PATH); " + kPackage;
     return Outcome::kAbsent;
   }
+  static std::mutex mutex;
+  static std::set<std::string> right;  // of the right version, by path
+  if (std::lock_guard lock(mutex); right.count(path)) return Outcome::kFits;
   Folder folder;
   Ran ran = run({path, "--version"}, folder, tools.seconds);
   Outcome outcome = Outcome::kFits;
@@ -123,6 +128,8 @@ Outcome check_tool(const Target& target, const Tools& tools, std::string* messag
     *message = path + ": version, got '" + got + "', expected '" + kToolVersion + "'; " + kPackage;
     return Outcome::kVersion;
   }
+  std::lock_guard lock(mutex);
+  right.insert(path);
   return Outcome::kFits;
 }
 

@@ -91,7 +91,8 @@ int run_tool(int argc, const char* const* argv) {
     return kOk;
   } catch (const CLI::Error& e) {
     if (std::string text = wrong_name(argc, argv); !text.empty()) return fail_with(text, kUsage);
-    return fail_with(std::string(e.what()) + "\nRun with --help for more.", kUsage);
+    bool is_plan = argc > 1 && std::string_view(argv[1]) == "plan";  // its 2 says that a kernel does not fit
+    return fail_with(std::string(e.what()) + "\nRun with --help for more.", is_plan ? int(kNegative) : int(kUsage));
   }
   try {
     for (auto& [one, action] : actions)

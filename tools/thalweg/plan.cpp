@@ -4,6 +4,7 @@
 #include <fstream>
 #include <iostream>
 
+#include "thalweg/ascend/execute.h"
 #include "thalweg/ascend/lower.h"
 #include "thalweg/ascend/plan.h"
 #include "tools/thalweg/tool.h"
@@ -34,7 +35,7 @@ T choice(const std::string& what, const std::string& got, std::initializer_list<
   bad(what, got, expected);
 }
 
-// "BT=192" or "BM=128,BT=64"
+// "BT=192", "BM=128,BT=64", "V=64"
 Tile parse_tile(const std::string& text) {
   Tile tile;
   for (const std::string& word : words(text, ',')) {
@@ -43,8 +44,8 @@ Tile parse_tile(const std::string& text) {
     int64_t value = 0;
     bool is_number = !number.empty() && number.size() < 7 && number.find_first_not_of("0123456789") == std::string::npos;
     if (is_number) value = std::stoll(number);
-    if ((side != "BT" && side != "BM") || value < 1) bad("--tile", text, "BT=<tokens> or BM=<tokens>, joined by a comma");
-    (side == "BT" ? tile.BT : tile.BM) = value;
+    if ((side != "BT" && side != "BM" && side != "V") || value < 1) bad("--tile", text, "BT=<tokens>, BM=<tokens> or V=<channels>, joined by commas");
+    (side == "BT" ? tile.BT : side == "BM" ? tile.BM : tile.V) = value;
   }
   return tile;
 }
@@ -215,6 +216,23 @@ Json lowered_json(const Lowered& lowered, const std::vector<std::string>& differ
   return json;
 }
 
+// The mathematics of the text, on this machine: nothing of placement, synchronisation or an NPU's arithmetic.
+void print_executed(const Executed& executed) {
+  fmt::print("executed  on the host{}\n", executed.inputs_intact ? "" : "; an input was written");
+  for (const Executed::Output& out : executed.outputs)
+    fmt::print("          {}: largest error {:.3g} of {:.3g}{}{}\n", out.name, out.worst, out.limit, out.worst <= out.limit ? "" : ", too large",
+               out.guards_intact ? "" : ", written outside");
+}
+
+Json executed_json(const Executed& executed) {
+  Json json;
+  json["ran"] = executed.ran;
+  if (!executed.ran) json["error"] = executed.error;
+  for (const Executed::Output& out : executed.outputs)
+    json["outputs"].push_back({{"name", out.name}, {"worst", number_json(out.worst)}, {"limit", out.limit}, {"guards_intact", out.guards_intact}, {"ok", out.ok()}});
+  return json;
+}
+
 int plan_case(const PlanOptions& o) {
   const Target* target = find_target(o.target);
   if (!target) bad("--target", o.target, "one of " + target_names());
@@ -259,6 +277,19 @@ int plan_case(const PlanOptions& o) {
       exit = kToolExit;
     }
   }
+  if (o.execute) {
+    Executed executed = ascend::execute(plan, text);
+    if (o.json)
+      json["executed"] = executed_json(executed);
+    else if (executed.ran && o.emit != "-")
+      print_executed(executed);
+    if (!executed.ran) {
+      failure += (failure.empty() ? "" : "\nthalweg: ") + ("plan: --execute: " + executed.error);
+      exit = kToolExit;
+    } else if (!executed.ok() && exit != kToolExit) {
+      exit = kDiffersExit;
+    }
+  }
   if (o.json) fmt::print("{}\n", json.dump(2));
   if (!failure.empty()) {
     std::cout << std::flush;
@@ -275,7 +306,7 @@ Action add_plan(CLI::App& app) {
   app.add_option("--target", o->target, "The device: ascend910b3, ...")->required();
   app.add_option("--mode", o->mode, "single: a program is a task; persistent: as many programs as cores");
   app.add_option("--gate", o->gate, "The gate's layout: heads ([HV,T], the default) or tokens ([T,HV])");
-  app.add_option("--tile", o->tile, "Sides of the tile: BT=64 or BM=64,BT=32; otherwise the planner's");
+  app.add_option("--tile", o->tile, "Sides of the tile: BT=64, BM=64,BT=32 or V=64; otherwise the planner's");
   app.add_option("--buffering", o->buffering, "What the compiler buffers twice: cube (its default), vector, off");
   app.add_flag("--interior", o->interior, "No code for tiles that cross the end of a sequence");
   app.add_option("--emit", o->emit, "Write the kernel's MLIR text there; - is standard output");

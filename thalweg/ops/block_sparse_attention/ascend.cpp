@@ -51,10 +51,10 @@ void plan_dkdv(Plan& plan) {
   else if (tile.BT % 16)
     plan.refused = "BT " + std::to_string(tile.BT) + ", expected a multiple of 16";
   if (!tile.BM) tile.BM = 16;
-  Problem keys = p;
+  Problem whole = p;
   std::swap(plan.problem.T, plan.problem.S);  // tasks lie along the keys
   split_chunks(plan, p.H);
-  plan.problem = keys;
+  plan.problem = whole;
   int64_t BM = tile.BM, BT = tile.BT, D = tile.K, R = BM / 2, group = p.H / p.HV;
   bool persistent = plan.mode == Mode::kPersistent;
   switch (plan.buffering) {

@@ -67,7 +67,7 @@ void plan_cumsum(Plan& plan) {
   plan.need.ub = {{"gates of each row", 4 * BT * BT}, {"row and column numbers", 4 * BT * BT}, {"mask, then sums", 4 * BT * BT}, {"rows and scratch", single ? 36 * BT : 64}};
   add_gate_move(plan, "g");
   add_gate_move(plan, "sums", true);
-  plan.scalar_loads = !single && p.is_packed ? 1 : 0;
+  plan.scalar_loads = !single && p.is_packed ? 2 : 0;
 }
 
 void plan_dv_local(Plan& plan) {
@@ -80,7 +80,7 @@ void plan_dv_local(Plan& plan) {
   if (single || (has_gate && plan.boundary))
     ub = {{"scores", 4 * R * BT}, {"decays", 4 * R * BT}, {"indices, then mask", 4 * R * BT}, {"gate", has_gate ? 4 * BT : 0}, {"index row", single ? 4 * BT : 0}, {"broadcast's scratch", 32 * R}};
   else
-    ub = {{"scores", 4 * R * BT}, {"decays", 4 * R * BT}, {"rows and scratch", has_gate ? 34 * R : 8 * R + 64}};
+    ub = {{"scores", 4 * R * BT}, {"decays", 4 * R * BT}, {"rows and scratch", has_gate ? 34 * R + (R % 16 ? 144 : 0) : 8 * R + 64}};
   int64_t copies = single ? 1 : 2;
   if (4 * BT * K >= 2 * BT * BT + 2 * BT * V)
     plan.need.l1 = {{"q", 2 * BT * K, copies}, {"k", 2 * BT * K, copies}};
@@ -91,7 +91,8 @@ void plan_dv_local(Plan& plan) {
   bool two_steps = !single && !(has_gate && plan.boundary);
   add_gate_move(plan, "g");
   plan.moves.push_back(in_steps(whole_move("scores", false, false, 4 * R * BT), two_steps ? 2 : 1));
-  if (two_steps && has_gate) plan.moves.push_back(in_steps(whole_move("g of the rows", false, false, 4 * R), 2));
+  if (two_steps && has_gate)
+    plan.moves.push_back({"g of the rows", false, false, p.gate == Gate::kTokensFirst && p.HV > 1 ? R : 2, 4 * R});
   plan.moves.push_back(in_steps(whole_move("A", false, true, 2 * R * BT), two_steps ? 2 : 1));
   plan.moves.push_back(rows_move("q", true, false, BT, K, 2, p.H));
   plan.moves.push_back(rows_move("k", true, false, BT, K, 2, p.H));
@@ -100,7 +101,7 @@ void plan_dv_local(Plan& plan) {
   plan.moves.push_back(whole_move("scores", true, true, 4 * BT * BT));
   plan.moves.push_back(rows_move("d_v", true, true, BT, V, 2, p.HV));
   plan.workspace = 6 * BT * BT * (single ? 1 : 4);
-  plan.scalar_loads = !single && p.is_packed ? 3 : 0;
+  plan.scalar_loads = single || !p.is_packed ? 0 : (has_gate ? 3 : 2) * (plan.boundary ? 2 : 1);
 }
 
 void plan_dqkw(Plan& plan) {
@@ -122,7 +123,7 @@ void plan_dqkw(Plan& plan) {
   using Tiles = std::vector<Buffer>;
   Tiles states = {{"h, d_h", 2 * K * V, 2 * copies}, {"d_o", 2 * BT * V, copies}, {"P", 2 * BT * BT, copies}};
   Tiles products = {{"h", 2 * K * V, copies}, {"P", 2 * BT * BT, 2 * copies}, {"d_o", 2 * BT * V, copies}, {"k or d_v", 2 * BT * std::max(K, V), copies}};
-  if (!single && !has_gate) {
+  if (!single && (!has_gate || plan.boundary)) {
     states = {{"h, d_h", 2 * K * V, 2 * copies}, {"d_o", 2 * BT * V, copies}};
     products = {{"P", 2 * BT * BT, 2 * copies}, {"k or d_o", 2 * BT * std::max(K, V), copies}};
   }
@@ -155,7 +156,12 @@ void plan_dqkw(Plan& plan) {
   moves.back().bursts *= 5, moves.back().bytes *= 5;
   int64_t decays = has_gate && !plan.boundary ? 4 * BT : 0;
   plan.workspace = (8 * BT * BT + 20 * BT * K + decays) * (single ? 1 : decays ? 5 : 4);
-  plan.scalar_loads = single ? 0 : (decays ? 1 : 0) + (p.is_packed ? 3 : 0);
+  if (single)
+    plan.scalar_loads = 0;
+  else if (p.is_packed)  // the table of chunks is read again in each part of the loop
+    plan.scalar_loads = has_gate ? (plan.boundary ? 10 : 4) : (plan.boundary ? 9 : 5);
+  else
+    plan.scalar_loads = has_gate ? 1 : 0;
 }
 
 // The state pass: V channels [BV] of one head, from a sequence's first chunk to its last.
@@ -210,7 +216,7 @@ void plan_state(Plan& plan) {
   add("w S", true, true, 1, 4 * D, true);
   add("k^T v_new", true, true, 1, 4 * S, true);
   plan.workspace = 6 * S + 6 * D + (has_gate ? (plan.boundary ? 32 : 4 * BT + 32) : 0);
-  plan.scalar_loads = (has_gate ? 3 : 0) + (!p.is_packed ? 0 : plan.mode == Mode::kSingle ? 3 : 9);
+  plan.scalar_loads = (has_gate ? 3 : 0) + (!p.is_packed ? 0 : plan.mode == Mode::kSingle ? (plan.boundary ? 5 : 3) : (plan.boundary ? 9 : 7));
   split_tasks(plan, ceil_div(p.V, BV), p.HV * int64_t(p.sequences().size()));
 }
 

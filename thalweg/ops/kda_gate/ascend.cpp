@@ -58,7 +58,7 @@ void plan_fwd(Plan& plan) {
   } else if (plan.mode == Mode::kSingle) {
     plan.need.ub = {{"x", 4 * n}, {"limit, then mask", 4 * n}, {"logarithm", 4 * n}, {"result", 4 * n}, {"select's scratch", 32}};
   } else {
-    plan.need.ub = {{"x", 4 * n}, {"limit", 4 * n}, {"mask", round_up(n / 8, 32)}, {"logarithm", 4 * n}, {"result", 4 * n, 2}, {"select's scratch", 32}};
+    plan.need.ub = {{"x", 4 * n}, {"limit", 4 * n}, {"mask", D % 8 ? BT * round_up(round_up(D, 8) / 8, 32) : round_up(n / 8, 32)}, {"logarithm", 4 * n}, {"result", 4 * n, 2}, {"select's scratch", 32}};
     plan.scalar_loads = p.has_A_log ? 3 : 0;
   }
   plan.moves = {rows_move("x", false, false, BT, D, x, p.HV)};
