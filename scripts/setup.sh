@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that a goal needs and that are not there yet.
 #
-#   scripts/setup.sh demo|test
+#   scripts/setup.sh demo|test|ascend
 #
 # Prints each package and its size first. Installs as root or with sudo; without rights it prints the
 # exact apt line and exits 2. THALWEG_NO_INSTALL=1 installs nothing. When all is there it does nothing.
@@ -12,6 +12,7 @@ cd "$(dirname "$0")/.."
 base=(g++ cmake make python3)
 demo=(libopenblas-pthread-dev zlib1g-dev liblzma-dev libcli11-dev nlohmann-json3-dev libfmt-dev)
 test=(libgtest-dev python3-venv python3-dev)
+ascend=(python3-venv mlir-19-tools llvm-19)
 
 fail() {
   echo "setup: $*" >&2
@@ -21,7 +22,8 @@ fail() {
 case "${1:-}" in
   demo) wanted=("${base[@]}" "${demo[@]}") ;;
   test) wanted=("${base[@]}" "${demo[@]}" "${test[@]}") ;;
-  *) fail "goal, got '${1:-}', expected demo or test" ;;
+  ascend) wanted=("${base[@]}" "${ascend[@]}") ;;
+  *) fail "goal, got '${1:-}', expected demo, test or ascend" ;;
 esac
 
 if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then

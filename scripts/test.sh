@@ -22,6 +22,12 @@ on=(-DTHALWEG_BUILD_TESTS=ON -DTHALWEG_BUILD_TOOLS=ON -DTHALWEG_BUILD_EXAMPLES=O
 smoke=(--set -DTHALWEG_SMOKE_ONLY=ON --target thalweg_tests thalweg_fuzz)  # what ctest -L smoke runs
 test_in() { ctest --test-dir "build/$1" --output-on-failure --no-tests=error --parallel "$jobs" "${@:2}"; }
 
+# Where the tools of the Ascend tests are installed for them, one that is missing is a failure, not a skip.
+if [ "${CI:-}" = true ] || [ "${1:-}" = --all ]; then
+  step "ascend tools" scripts/ascend.sh
+  THALWEG_ASCEND_BIN=$(scripts/ascend.sh --bin)
+  export THALWEG_ASCEND_BIN THALWEG_ASCEND_REQUIRED=1
+fi
 step "build (release)" scripts/build.sh cpu --set "${on[@]}" && step "all tests" test_in cpu
 step "python" scripts/python.sh "$@"
 step "build (address, undefined)" scripts/build.sh asan "${smoke[@]}" && step "smoke tests (address, undefined)" test_in asan -L smoke
