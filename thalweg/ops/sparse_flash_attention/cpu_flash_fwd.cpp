@@ -8,7 +8,8 @@
 // Threads  one task a query; tasks share nothing
 // Vectors  scores: heads along the lanes, so that maxima and sums of a row need no shuffles; of up to half a vector of
 //          heads along the key instead. Outputs: along the value
-// Tile     64 keys, gathered once as float32 for both products and all heads; gemm.h's register tiles
+// Tile     64 keys, gathered once as float32 for both products and all heads; gemm.h's register tiles. Few heads of 16-bit
+//          storage read the keys where they lie, 2 keys x 4 heads for scores, 16 keys x 4 heads x 2 vectors for outputs
 // Scratch  arranged queries [K + KR][H], the tile [64][row], scores [64][H], O [H][V], the list: for 16 heads of 576 and
 //          512 about 260 KiB, meant for the L2
 // Numerics float32; the first m is the sink or -inf, an m of -inf counts as 0 in exponents, so that none is above 0 or
@@ -17,7 +18,8 @@
 //          hold numbers that nobody stores
 // Measured Zen 3, one thread, processor time on a loaded machine, K 512, KR 64, E 2048 of 4096 keys, bf16: 52 GFLOP/s with 16
 //          heads (0.52 of the FMA peak), 61 with 128 (0.66), 24 with 4 heads of separate f16 values (0.26: a key's two
-//          rows are 2 KiB for 8 K FLOPs). Rows asked for 6 keys ahead: 36.7 -> 21.8 ms with 16 heads, where the gather,
+//          rows are 2 KiB for 8 K FLOPs) while their keys were copied; read where they lie, 0.63 to 0.72 of that time on a
+//          loaded machine (float32 rows in place: no gain, since rows 2 KiB apart share their sets of the L1). Rows asked for 6 keys ahead: 36.7 -> 21.8 ms with 16 heads, where the gather,
 //          waiting for memory, had taken 0.41 of the time
 #include "thalweg/ops/sparse_flash_attention/cpu_flash_tiles.h"
 
@@ -107,6 +109,118 @@ void store_outputs(const Call& call, const Scratch& x, int64_t b, int64_t t, boo
   }
 }
 
+// ---- few heads: keys read where they lie -------------------------------------------------------------
+//
+// A key of few heads has little arithmetic: a copy of it as float32 would cost as much. Rows of 16-bit storage and of
+// whole vectors are converted as they are loaded, once for the scores and once for the outputs.
+
+bool is_direct(const Problem& p) {
+  const bool whole = p.K % kLanes == 0 && p.KR % kLanes == 0 && p.V % kLanes == 0;
+  return few_heads(p) && whole && p.dtype != THALWEG_F32;
+}
+
+struct Sources {
+  const char *k[kTileKeys], *rope[kTileKeys], *v[kTileKeys];
+};
+
+template <class S, int KEYS, int HEADS>
+[[gnu::always_inline]] inline void direct_scores(const Problem& p, const Sources& at, int64_t i, const float* q,
+                                                 int64_t width, float* s, int64_t heads) {
+  using Row = const typename S::Element*;
+  vf acc[KEYS][HEADS];
+  tile_zero(acc);
+  Row rows[KEYS];
+  for (int j = 0; j < KEYS; ++j) rows[j] = reinterpret_cast<Row>(at.k[i + j]);
+  few_products<S>(rows, p.K, q, width, acc);
+  if (p.KR > 0) {
+    for (int j = 0; j < KEYS; ++j) rows[j] = reinterpret_cast<Row>(at.rope[i + j]);
+    few_products<S>(rows, p.KR, q + p.K, width, acc);
+  }
+  store_few(acc, s + i * heads, heads);
+}
+
+template <class S, int KEYS>
+[[gnu::always_inline]] inline void direct_scores(const Problem& p, const Sources& at, int64_t i, const Scratch& x) {
+  const int64_t width = x.shape.key, heads = x.shape.heads;
+  int64_t h = 0;
+  for (; h + 4 <= p.H; h += 4) direct_scores<S, KEYS, 4>(p, at, i, x.q + h * width, width, x.s + h, heads);
+  if (p.H - h == 3) direct_scores<S, KEYS, 3>(p, at, i, x.q + h * width, width, x.s + h, heads);
+  if (p.H - h == 2) direct_scores<S, KEYS, 2>(p, at, i, x.q + h * width, width, x.s + h, heads);
+  if (p.H - h == 1) direct_scores<S, KEYS, 1>(p, at, i, x.q + h * width, width, x.s + h, heads);
+}
+
+// Finds the keys of a tile, of a list that goes on to `all`, and scores them, asking for rows some keys ahead.
+template <class S>
+[[gnu::noinline]] void score_in_place(const Problem& p, const Scratch& x, const Tile& tile, int64_t b, int64_t first,
+                                      const int32_t* keys, int64_t n, int64_t all, Sources* at) {
+  for (int64_t i = 0; i < n; ++i) {
+    at->k[i] = element_at(tile.in.k, b, first + keys[i]);
+    if (p.KR > 0) at->rope[i] = element_at(tile.in.k_rope, b, first + keys[i]);
+    at->v[i] = tile.separate ? element_at(tile.in.v, b, first + keys[i]) : at->k[i];
+  }
+  int64_t i = 0;
+  for (; i + kFewKeys <= n; i += kFewKeys) {
+    for (int64_t j = i + Tile::kAhead; j < i + Tile::kAhead + kFewKeys && j < all; ++j) tile.fetch(b, first + keys[j]);
+    direct_scores<S, kFewKeys>(p, *at, i, x);
+  }
+  for (; i < n; ++i) direct_scores<S, 1>(p, *at, i, x);
+}
+
+template <class S, int HEADS, int NV>
+[[gnu::always_inline]] inline void add_columns(const Sources& at, int64_t begin, int64_t end, int64_t c, const float* s,
+                                               int64_t heads, float* o, int64_t o_row) {
+  vf acc[HEADS][NV];
+  for (int h = 0; h < HEADS; ++h)
+    for (int v = 0; v < NV; ++v) acc[h][v] = load(o + h * o_row + c + v * kLanes);
+  for (int64_t i = begin; i < end; ++i) {
+    const auto* row = reinterpret_cast<const typename S::Element*>(at.v[i]) + c;
+    vf y[NV];
+    for (int v = 0; v < NV; ++v) y[v] = S::load(row + v * kLanes);
+    for (int h = 0; h < HEADS; ++h) {
+      const vf P = set1(s[i * heads + h]);
+      for (int v = 0; v < NV; ++v) acc[h][v] = fma(P, y[v], acc[h][v]);
+    }
+  }
+  for (int h = 0; h < HEADS; ++h)
+    for (int v = 0; v < NV; ++v) store(o + h * o_row + c + v * kLanes, acc[h][v]);
+}
+
+template <class S, int HEADS>
+[[gnu::noinline]] void add_heads(const Problem& p, const Sources& at, int64_t n, const float* s, int64_t heads, float* o,
+                                 int64_t o_row) {
+  constexpr int64_t kRows = 16;  // stay in the L1 while all columns pass
+  for (int64_t i = 0; i < n; i += kRows) {
+    const int64_t end = least(i + kRows, n);
+    int64_t c = 0;
+    for (; c + kPanel <= p.V; c += kPanel) add_columns<S, HEADS, 2>(at, i, end, c, s, heads, o, o_row);
+    if (c < p.V) add_columns<S, HEADS, 1>(at, i, end, c, s, heads, o, o_row);
+  }
+}
+
+template <class S>
+void add_in_place(const Problem& p, const Scratch& x, const Sources& at, int64_t n) {
+  const int64_t heads = x.shape.heads, row = x.o_row;
+  int64_t h = 0;
+  for (; h + 4 <= p.H; h += 4) add_heads<S, 4>(p, at, n, x.s + h, heads, x.o + h * row, row);
+  if (p.H - h == 3) add_heads<S, 3>(p, at, n, x.s + h, heads, x.o + h * row, row);
+  if (p.H - h == 2) add_heads<S, 2>(p, at, n, x.s + h, heads, x.o + h * row, row);
+  if (p.H - h == 1) add_heads<S, 1>(p, at, n, x.s + h, heads, x.o + h * row, row);
+}
+
+template <class S>
+void attend_in_place(const Problem& p, const Scratch& x, const Tile& tile, int64_t b, int64_t first, int64_t n) {
+  Sources at;
+  for (int64_t begin = 0; begin < n; begin += kTileKeys) {
+    const int64_t count = least(kTileKeys, n - begin);
+    score_in_place<S>(p, x, tile, b, first, x.keys + begin, count, n - begin, &at);
+    soften(x, x.counts + begin, count);
+    shrink_outputs(p, x);
+    add_in_place<S>(p, x, at, count);
+  }
+}
+
+// ---- one query ----------------------------------------------------------------------------------------
+
 // p, from scores that are computed once more. The list's memory of multiplicities takes the shares.
 void store_shares(const Call& call, const Scratch& x, Tile& tile, const Query& query, int64_t b, int64_t t, int64_t n) {
   const Problem& p = call.p;
@@ -129,6 +243,18 @@ void store_shares(const Call& call, const Scratch& x, Tile& tile, const Query& q
   store_p(p, call.in, query, b, t, x.keys, n, shares, call.args.p);
 }
 
+// Keys copied as float32, a tile at a time.
+void attend(const Problem& p, const Scratch& x, Tile& tile, int64_t b, int64_t first, int64_t n) {
+  for (int64_t begin = 0; begin < n; begin += kTileKeys) {
+    const int64_t count = least(kTileKeys, n - begin);
+    tile.gather(b, first, x.keys + begin, count, n - begin);
+    scores(p, count, tile.rows, x.shape.row, x.shape.key, x.q, x.s, x.shape.heads);
+    soften(x, x.counts + begin, count);
+    shrink_outputs(p, x);
+    add_rows(p.H, count, x.shape.value, x.s, x.shape.heads, tile.values(), x.shape.row, x.o, x.o_row);
+  }
+}
+
 void query_task(void* arg, int64_t task, int64_t slot) {
   const Call& call = *static_cast<const Call*>(arg);
   const Problem& p = call.p;
@@ -142,14 +268,9 @@ void query_task(void* arg, int64_t task, int64_t slot) {
     arrange_heads(p, x.staged, x.shape.key, x.shape.key, x.shape.heads, float(p.scale), x.q);
   }
   start(p, call.in, x);
-  for (int64_t begin = 0; begin < n; begin += kTileKeys) {
-    const int64_t count = least(kTileKeys, n - begin);
-    tile.gather(b, query.first, x.keys + begin, count, n - begin);
-    scores(p, count, tile.rows, x.shape.row, x.shape.key, x.q, x.s, x.shape.heads);
-    soften(x, x.counts + begin, count);
-    shrink_outputs(p, x);
-    add_rows(p.H, count, x.shape.value, x.s, x.shape.heads, tile.values(), x.shape.row, x.o, x.o_row);
-  }
+  if (!is_direct(p)) attend(p, x, tile, b, query.first, n);
+  else if (p.dtype == THALWEG_BF16) attend_in_place<Bf16>(p, x, tile, b, query.first, n);
+  else attend_in_place<F16>(p, x, tile, b, query.first, n);
   store_outputs(call, x, b, t, query.used);
   if (p.wants_p) store_shares(call, x, tile, query, b, t, n);
 }

@@ -92,34 +92,49 @@ inline void arrange_heads(const Problem& p, const float* rows, int64_t row, int6
   }
 }
 
-template <int KEYS, int HEADS>
-[[gnu::always_inline]] inline void few_scores(const float* rows, int64_t row, int64_t width, const float* q, float* s,
-                                              int64_t heads) {
-  vf acc[KEYS][HEADS];
-  tile_zero(acc);
+constexpr int kFewKeys = kVectorRegisters == 32 ? 4 : 2;  // that few heads take together
+
+// Sums along rows of storage S: acc[key][head] += row(key) q(head), lane by lane.
+template <class S, int KEYS, int HEADS>
+[[gnu::always_inline]] inline void few_products(const typename S::Element* const* rows, int64_t width, const float* q,
+                                                int64_t q_row, vf (&acc)[KEYS][HEADS]) {
   for (int64_t c = 0; c < width; c += kLanes) {
     vf y[HEADS];
 #pragma GCC unroll 4
-    for (int h = 0; h < HEADS; ++h) y[h] = load(q + h * width + c);
+    for (int h = 0; h < HEADS; ++h) y[h] = load(q + h * q_row + c);
 #pragma GCC unroll 4
     for (int i = 0; i < KEYS; ++i) {
-      const vf x = load(rows + i * row + c);
+      const vf x = S::load(rows[i] + c);
 #pragma GCC unroll 4
       for (int h = 0; h < HEADS; ++h) acc[i][h] = fma(x, y[h], acc[i][h]);
     }
   }
+}
+
+template <int KEYS, int HEADS>
+[[gnu::always_inline]] inline void store_few(const vf (&acc)[KEYS][HEADS], float* s, int64_t heads) {
 #pragma GCC unroll 4
   for (int i = 0; i < KEYS; ++i)
 #pragma GCC unroll 4
     for (int h = 0; h < HEADS; ++h) s[i * heads + h] = hsum(acc[i][h]);
 }
 
+template <int KEYS, int HEADS>
+[[gnu::always_inline]] inline void few_scores(const float* rows, int64_t row, int64_t width, const float* q, float* s,
+                                              int64_t heads) {
+  vf acc[KEYS][HEADS];
+  tile_zero(acc);
+  const float* at[KEYS];
+  for (int i = 0; i < KEYS; ++i) at[i] = rows + i * row;
+  few_products<F32>(at, width, q, width, acc);
+  store_few(acc, s, heads);
+}
+
 template <int HEADS>
 [[gnu::noinline]] void scores_of_few(int64_t n, const float* rows, int64_t row, int64_t width, const float* q, float* s,
                                      int64_t heads) {
-  constexpr int kKeys = kVectorRegisters == 32 ? 4 : 2;
   int64_t i = 0;
-  for (; i + kKeys <= n; i += kKeys) few_scores<kKeys, HEADS>(rows + i * row, row, width, q, s + i * heads, heads);
+  for (; i + kFewKeys <= n; i += kFewKeys) few_scores<kFewKeys, HEADS>(rows + i * row, row, width, q, s + i * heads, heads);
   for (; i < n; ++i) few_scores<1, HEADS>(rows + i * row, row, width, q, s + i * heads, heads);
 }
 
