@@ -19,8 +19,8 @@ ROUNDS, CALLS = 31, 2000
 
 def arrays(N, H, HV, K, V):
     random = np.random.default_rng(0)
-    made = dict(q=random.normal(size=(N, 1, H, K)), k=random.normal(size=(N, 1, H, K)), v=random.normal(size=(N, 1, HV, V)),
-                g=-random.random((N, 1, HV)), beta=random.random((N, 1, HV)))  # fmt: skip
+    made = dict(q=random.normal(size=(N, 1, H, K)), k=random.normal(size=(N, 1, H, K)))
+    made |= dict(v=random.normal(size=(N, 1, HV, V)), g=-random.random((N, 1, HV)), beta=random.random((N, 1, HV)))
     return {name: array.astype(np.float32) for name, array in made.items()}, np.zeros((N, HV, K, V), np.float32)
 
 

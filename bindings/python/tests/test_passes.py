@@ -106,10 +106,16 @@ def check_gradients(forward, gradients, inputs, step=1e-6):
 
 
 def test_kda_gate_backward():
-    inputs = dict(x=random.normal(size=(2, 3, 1, 4, 5)), A_log=random.normal(size=4), dt_bias=random.normal(size=(4, 5)))
+    inputs = dict(
+        x=random.normal(size=(2, 3, 1, 4, 5)), A_log=random.normal(size=4), dt_bias=random.normal(size=(4, 5))
+    )
     d_g = random.normal(size=inputs["x"].shape)
     r = thalweg.kda_gate_bwd(**inputs, d_g=d_g)
-    check_gradients(lambda **x: np.sum(d_g * thalweg.kda_gate_fwd(**x).g), dict(x=r.d_x, A_log=r.d_A_log, dt_bias=r.d_dt_bias), inputs)
+    check_gradients(
+        lambda **x: np.sum(d_g * thalweg.kda_gate_fwd(**x).g),
+        dict(x=r.d_x, A_log=r.d_A_log, dt_bias=r.d_dt_bias),
+        inputs,
+    )
 
 
 def test_block_sparse_attention_backward():

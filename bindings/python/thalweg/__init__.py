@@ -14,15 +14,23 @@ cpu_isa = _native.cpu_isa
 default_threads = _native.default_threads
 
 globals().update(FUNCTIONS)
-__all__ = ["PreparedCall", "cpu_isa", "default_threads", "patch_transformers", "prepare", "unpatch_transformers", *FUNCTIONS]
+__all__ = [
+    "PreparedCall",
+    "cpu_isa",
+    "default_threads",
+    "patch_transformers",
+    "prepare",
+    "unpatch_transformers",
+    *FUNCTIONS,
+]
 
 
 def patch_transformers(models=None, verbose: bool = True) -> list:
     """Makes Qwen3-Next, Qwen3.5, OLMo-hybrid and Kimi-style models of transformers compute with Thalweg on the CPU.
 
-    models: names of transformers.models (default: all that thalweg.transformers knows). Models that exist already change
-    too. Returns the names of what was replaced, and prints them when verbose; unpatch_transformers() puts all back.
-    """
+    models: names of transformers.models (default: all that thalweg.transformers knows). Models that exist already
+    change too. Returns the names of what was replaced, and prints them when verbose; unpatch_transformers() puts all
+    back. """
     from . import transformers
 
     return transformers.patch(models, verbose)

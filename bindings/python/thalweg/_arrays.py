@@ -37,8 +37,10 @@ def bind(call, field, array, where: str) -> None:
         if array.dtype.kind == "V" and array.dtype.name == "bfloat16":  # ml_dtypes': neither buffer nor DLPack
             array, code = array.view(np.uint16), _BF16
     elif getattr(array, "requires_grad", False):
-        raise TypeError(f"{where}: {field.name}: got a tensor that requires grad, expected a detached one (thalweg.torch "
-                        "has functions with gradients)")  # fmt: skip
+        raise TypeError(
+            f"{where}: {field.name}: got a tensor that requires grad, expected a detached one "
+            "(thalweg.torch has functions with gradients)"
+        )
     call.bind(field.position, array, code)
 
 

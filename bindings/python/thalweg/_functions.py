@@ -137,13 +137,17 @@ def _docstring(pass_) -> str:
             facts.append("optional")
         return f"    {field.name}: {', '.join(facts)}\n        {field.doc}"
 
-    lines = [f"{pass_.op}, {pass_.name}: {pass_.doc}", "", "Inputs (NumPy arrays, or any that speak DLPack; never copied):"]
+    lines = [
+        f"{pass_.op}, {pass_.name}: {pass_.doc}",
+        "",
+        "Inputs (NumPy arrays, or any that speak DLPack; never copied):",
+    ]
     lines += [tensor(field) for field in pass_.inputs]
     if pass_.size_keywords:
         lines += ["", "Sizes:"]
         lines += [f"    {keyword}: {letter}\n        {doc}" for keyword, (letter, doc) in pass_.size_keywords.items()]
-    lines += ["", "Outputs (None: computed if required, or the gradient of an input that is given; True: computed; False: not",
-              "computed; an array: written into):"]  # fmt: skip
+    lines += ["", "Outputs (None: computed if required, or the gradient of an input that is given; True: computed;"]
+    lines += ["False: not computed; an array: written into):"]
     lines += [tensor(field) for field in pass_.outputs]
     if pass_.options:
         lines += ["", "Options (None or 0: the default):"]
@@ -151,10 +155,10 @@ def _docstring(pass_) -> str:
         what = " or ".join(field.choices) if field.choices else ("bool", "int", "float")[field.kind - FLAG]
         lines.append(f"    {field.name}: {what}\n        {field.doc}")
     lines += [f"    {name}\n        {doc}" for name, _, doc in _COMMON]
-    lines += ["", f"Returns a named tuple ({', '.join(f.name for f in pass_.outputs)}), arrays of the caller's kind, None for "
-              "those not computed.", "",
-              "Raises ValueError naming the argument for what the operator does not take, TypeError for what is no array or "
-              "option, MemoryError without workspace memory. On an error nothing is written."]  # fmt: skip
+    names = ", ".join(field.name for field in pass_.outputs)
+    lines += ["", f"Returns a named tuple ({names}): arrays of the caller's kind, None for those not computed."]
+    lines += ["", "Raises ValueError naming the argument for what the operator does not take, TypeError for what is no"]
+    lines += ["array or option, MemoryError without workspace memory. On an error nothing is written."]
     if pass_.refused:
         lines += ["", f"Not taken: {pass_.refused}"]
     return "\n".join(lines)

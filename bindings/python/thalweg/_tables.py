@@ -21,7 +21,10 @@ DTYPE_CODES = {
 # Sizes of outputs that no input need have: the keyword that gives them.
 SIZE_KEYWORDS = {
     ("lightning_indexer.fwd", "E"): ("topk", "entries of each query's list"),
-    ("sparse_flash_attention.fwd", "V"): ("v_dim", "without v: how many elements of k are the value; with v not needed"),
+    ("sparse_flash_attention.fwd", "V"): (
+        "v_dim",
+        "without v: how many elements of k are the value; with v not needed",
+    ),
 }
 
 
@@ -82,9 +85,7 @@ class Pass:
         self.outputs = [f for f in self.fields if f.role == OUT]
         self.options = [f for f in self.fields if f.role == OPTION]
         self.size_keywords = {
-            keyword: (letter, doc)
-            for (where, letter), (keyword, doc) in SIZE_KEYWORDS.items()
-            if where == self.where
+            keyword: (letter, doc) for (where, letter), (keyword, doc) in SIZE_KEYWORDS.items() if where == self.where
         }
         self._places = self._find_sizes()
 

@@ -47,8 +47,9 @@ _UNKNOWN = 1  # a dtype code that the library does not have, so that it refuses 
 class _Operator:
     """The torch operator of one pass.
 
-    Its arguments are the pass's inputs, its options, one bool for each output that may be left out (`want_o`), and sizes
-    and dtypes of outputs that inputs do not tell. It returns every output; one that is not wanted has no elements.
+    Its arguments are the pass's inputs, its options, one bool for each output that may be left out (`want_o`), and
+    sizes and dtypes of outputs that inputs do not tell. It returns every output; one that is not wanted has no
+    elements.
     """
 
     def __init__(self, pass_):
@@ -66,7 +67,9 @@ class _Operator:
         self.defaults |= {f"want_{f.name}": False for f in self.optional_outputs}
         self.defaults |= {f"{f.name}_dtype": None for f in self.free_dtypes}
         returns = ", ".join("Tensor" for _ in pass_.outputs)
-        schema = f"({', '.join(inputs)}, *, {', '.join(rest)}) -> {returns if len(pass_.outputs) == 1 else f'({returns})'}"
+        schema = (
+            f"({', '.join(inputs)}, *, {', '.join(rest)}) -> {returns if len(pass_.outputs) == 1 else f'({returns})'}"
+        )
         mutated = [f.name for f in pass_.inputs if f.role == INOUT]
         self.op = torch.library.custom_op(self.name, self.run, mutates_args=mutated, schema=schema)
         self.op.register_fake(self.fake)
@@ -154,7 +157,9 @@ _CONTIGUOUS_AXES = {ROWS: 1, STATE: 2, ANY: 0}  # the last so many axes, one of 
 
 def _bind(call, field, tensor, where):
     if tensor.device.type != "cpu":
-        raise ValueError(f"{where}: {field.name}: device, got {tensor.device}, expected cpu (there is no CUDA backend yet)")
+        raise ValueError(
+            f"{where}: {field.name}: device, got {tensor.device}, expected cpu (there is no CUDA backend yet)"
+        )
     call.bind_pointer(field.position, tensor.data_ptr(), _CODES.get(tensor.dtype, _UNKNOWN), tensor.shape,
                       tensor.stride(), _CPU, 0, tensor)  # fmt: skip
 
@@ -173,8 +178,8 @@ def _register_autograd(forward: _Operator, backward: _Operator) -> None:
         values = forward.values(inputs, keyword_only_inputs)
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for f, t in zip(fwd.outputs, outputs)
-                                      if f"d_{f.name}" not in bwd.by_name or not forward.wanted(f, values)])  # fmt: skip
+        has_gradient = [f"d_{f.name}" in bwd.by_name and forward.wanted(f, values) for f in fwd.outputs]
+        ctx.mark_non_differentiable(*[tensor for tensor, yes in zip(outputs, has_gradient) if not yes])
         ctx.options = {name: values[name] for name in options}
         saved = {f.name: values[f.name] for f in fwd.inputs if f.name in bwd.by_name}
         for field, tensor in zip(fwd.outputs, outputs):
@@ -207,7 +212,9 @@ def _same_dtype(*tensors):
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tuple(
+        t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors
+    )
 
 
 _OPERATORS = {p.where: _Operator(p) for p in PASSES.values()}
@@ -230,19 +237,20 @@ def _delta_rule(op, q, k, v, options, output_final_state, output_chunk_states):
 
 
 def gated_delta_rule(
-    q, k, v, g=None, beta=None, *, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, A_log=None,
-    dt_bias=None, use_qk_l2norm=False, use_gate=False, use_beta_sigmoid=False, allow_neg_eigval=False,
-    output_chunk_states=False, every=64,
+    q, k, v, g=None, beta=None, *, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    A_log=None, dt_bias=None, use_qk_l2norm=False, use_gate=False, use_beta_sigmoid=False,
+    allow_neg_eigval=False, output_chunk_states=False, every=64,
 ):  # fmt: skip
     """The gated delta rule over whole sequences: S <- exp(g) S; S <- S + beta k (v - S^T k)^T; o = scale S^T q.
 
-    q, k [B T H K]; v, o [B T HV V] with HV a multiple of H; g (log decay), beta [B T HV]; initial_state [N HV K V], N the
-    number of sequences; cu_seqlens [N+1] int32 or int64 packs sequences into a batch of one. use_qk_l2norm, use_gate
-    (then A_log [HV] and dt_bias [HV]: g <- -exp(A_log) softplus(g + dt_bias)), use_beta_sigmoid and allow_neg_eigval
-    prepare the inputs inside the operator.
+    q, k [B T H K]; v, o [B T HV V] with HV a multiple of H; g (log decay), beta [B T HV]; initial_state [N HV K V], N
+    the number of sequences; cu_seqlens [N+1] int32 or int64 packs sequences into a batch of one. use_qk_l2norm,
+    use_gate (then A_log [HV] and dt_bias [HV]: g <- -exp(A_log) softplus(g + dt_bias)), use_beta_sigmoid and
+    allow_neg_eigval prepare the inputs inside the operator.
 
-    Returns (o, final_state or None); with output_chunk_states also the states before every `every`-th token, which carry
-    no gradient. Gradients of q, k, v, g, beta, A_log, dt_bias and initial_state, from those of o and final_state.
+    Returns (o, final_state or None); with output_chunk_states also the states before every `every`-th token, which
+    carry no gradient. Gradients of q, k, v, g, beta, A_log, dt_bias and initial_state, from those of o and
+    final_state.
     """
     options = dict(
         g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu_seqlens,
@@ -253,9 +261,9 @@ def gated_delta_rule(
 
 
 def kimi_delta_attention(
-    q, k, v, g=None, beta=None, *, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, A_log=None,
-    dt_bias=None, lower_bound=None, use_qk_l2norm=False, use_gate=False, use_beta_sigmoid=False, allow_neg_eigval=False,
-    output_chunk_states=False, every=64,
+    q, k, v, g=None, beta=None, *, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    A_log=None, dt_bias=None, lower_bound=None, use_qk_l2norm=False, use_gate=False, use_beta_sigmoid=False,
+    allow_neg_eigval=False, output_chunk_states=False, every=64,
 ):  # fmt: skip
     """Kimi delta attention over whole sequences: the gated delta rule with a decay for each key channel.
 
@@ -276,9 +284,9 @@ def gated_delta_rule_decode(
 ):  # fmt: skip
     """T more tokens for each of N sequences, states in a pool that is updated in place. Returns o; no gradient.
 
-    q, k [N T H K]; v, o [N T HV V]; state [M HV K V], a transposed view of a value-first pool too. read_slots [N]: where
-    each sequence starts from, -1 for a padding row; write_slots [N T]: where the state after each token goes, -1 for
-    nowhere; without them sequence n reads and writes slot n.
+    q, k [N T H K]; v, o [N T HV V]; state [M HV K V], a transposed view of a value-first pool too. read_slots [N]:
+    where each sequence starts from, -1 for a padding row; write_slots [N T]: where the state after each token goes, -1
+    for nowhere; without them sequence n reads and writes slot n.
     """
     q, k, v = _same_dtype(q, k, v)
     return _OPERATORS["gated_delta_rule.decode"](
@@ -305,9 +313,9 @@ def kimi_delta_attention_decode(
 
 
 def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, output_dtype=None):
-    """Kimi delta attention's decay from its raw gate: g = -exp(A_log) softplus(x + dt_bias), or, with lower_bound (below
-    0), lower_bound sigmoid(exp(A_log) (x + dt_bias)). x, g [... HV K]; A_log [HV]; dt_bias [HV K] or [HV*K]. g is
-    output_dtype, else float32 (float64 for float64). Gradients of x, A_log and dt_bias."""
+    """Kimi delta attention's decay from its raw gate: g = -exp(A_log) softplus(x + dt_bias), or, with lower_bound
+    (below 0), lower_bound sigmoid(exp(A_log) (x + dt_bias)). x, g [... HV K]; A_log [HV]; dt_bias [HV K] or [HV*K]. g
+    is output_dtype, else float32 (float64 for float64). Gradients of x, A_log and dt_bias."""
     heads, channels = x.shape[-2:]
     if dt_bias is not None and dt_bias.dim() == 1:
         dt_bias = dt_bias.reshape(heads, channels)
@@ -322,9 +330,7 @@ def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, output_dtype=None
     return g.reshape(x.shape)
 
 
-def short_conv(
-    x, weight, bias=None, *, initial_state=None, output_final_state=False, cu_seqlens=None, activation=None
-):
+def short_conv(x, weight, bias=None, *, initial_state=None, output_final_state=False, cu_seqlens=None, activation=None):
     """Depthwise causal convolution: x, y [B T D]; weight [D W], W up to 8; bias [D]; activation None or "silu"; states
     [N D W], the last W inputs, oldest first; cu_seqlens [N+1] packs sequences into a batch of one. Returns (y,
     final_state or None). Gradients of x, weight, bias and initial_state."""
@@ -345,8 +351,8 @@ def short_conv_decode(x, weight, bias=None, *, state, read_slots=None, write_slo
 
 
 def gated_rms_norm(x, gate=None, weight=None, *, eps=1e-6, gate_activation="silu"):
-    """x / sqrt(mean(x^2) + eps) * weight * act(gate) over the last axis; act is "silu" or "sigmoid". x, gate, y [... D];
-    weight [D]. Gradients of x, gate and weight."""
+    """x / sqrt(mean(x^2) + eps) * weight * act(gate) over the last axis; act is "silu" or "sigmoid". x, gate,
+    y [... D]; weight [D]. Gradients of x, gate and weight."""
     rows = x.reshape(-1, x.shape[-1])
     y, _ = _OPERATORS["gated_rms_norm.fwd"](
         x=rows, gate=None if gate is None else gate.reshape(-1, gate.shape[-1]), weight=weight, eps=eps or 0.0,
@@ -365,11 +371,13 @@ def block_sparse_attention(
     """Softmax attention over the blocks that a mask keeps: q [B T H K]; k [B S HK K]; v [B S HK V]; block_mask
     [N HM NQ NK], HM being H, HK or 1, over blocks of block_q x block_k tokens; sink [H], a logit in each softmax;
     cu_seqlens and cu_seqlens_k [N+1] pack sequences, q_lens and k_lens [N] tell tokens in use; causal aligns the last
-    query with the last key. Returns (o [B T H V], lse [B T H] or None). Gradients of q, k, v and sink, from o and lse."""
+    query with the last key. Returns (o [B T H V], lse [B T H] or None). Gradients of q, k, v and sink, from o and
+    lse."""
     q, k, v = _same_dtype(q, k, v)
     o, lse, _, _ = _OPERATORS["block_sparse_attention.fwd"](
-        q=q, k=k, v=v, block_mask=block_mask, sink=sink, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, q_lens=q_lens,
-        k_lens=k_lens, scale=scale or 0.0, block_q=block_q, block_k=block_k, causal=causal, want_lse=True,
+        q=q, k=k, v=v, block_mask=block_mask, sink=sink, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k,
+        q_lens=q_lens, k_lens=k_lens, scale=scale or 0.0, block_q=block_q, block_k=block_k, causal=causal,
+        want_lse=True,
     )  # fmt: skip
     return o, lse if output_lse else None
 
@@ -378,18 +386,21 @@ def sparse_flash_attention(
     q, k, v=None, *, indices, q_rope=None, k_rope=None, v_dim=None, sink=None, cu_seqlens=None, cu_seqlens_k=None,
     q_lens=None, k_lens=None, scale=None, sparse_block_size=1, causal=False, output_lse=False, output_p=False,
 ):  # fmt: skip
-    """Attention of each query over its own list of keys (DeepSeek's sparse attention, absorbed): q [B T H K]; k [B S K];
-    v [B S V], or absent: the first v_dim elements of k; q_rope [B T H KR] and k_rope [B S KR], a second part of both;
-    indices [B T E] int32 or int64, positions or blocks of sparse_block_size of them, -1 skips; sink [H]. Returns (o, lse
-    or None), with output_p also p [B T E], the probabilities averaged over heads, which carry no gradient. Gradients of
-    q, k, v, q_rope, k_rope and sink, from o and lse."""
+    """Attention of each query over its own list of keys (DeepSeek's sparse attention, absorbed): q [B T H K];
+    k [B S K]; v [B S V], or absent: the first v_dim elements of k; q_rope [B T H KR] and k_rope [B S KR], a second part
+    of both; indices [B T E] int32 or int64, positions or blocks of sparse_block_size of them, -1 skips; sink [H]. Returns
+    (o, lse or None), with output_p also p [B T E], the probabilities averaged over heads, which carry no gradient.
+    Gradients of q, k, v, q_rope, k_rope and sink, from o and lse."""
     q, k, v, q_rope, k_rope = _same_dtype(q, k, v, q_rope, k_rope)
     if v is None and not v_dim:
-        raise ValueError("sparse_flash_attention: v_dim: missing, expected how many elements of k are the value, without v")
+        raise ValueError(
+            "sparse_flash_attention: v_dim: missing, expected how many elements of k are the value, without v"
+        )
     o, lse, _, _, p = _OPERATORS["sparse_flash_attention.fwd"](
         q=q, k=k, v=v, q_rope=q_rope, k_rope=k_rope, indices=indices, sink=sink, cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k, q_lens=q_lens, k_lens=k_lens, scale=scale or 0.0, sparse_block_size=sparse_block_size,
-        causal=causal, v_dim=0 if v is not None else v_dim, want_lse=True, want_p=output_p,
+        cu_seqlens_k=cu_seqlens_k, q_lens=q_lens, k_lens=k_lens, scale=scale or 0.0,
+        sparse_block_size=sparse_block_size, causal=causal, v_dim=0 if v is not None else v_dim, want_lse=True,
+        want_p=output_p,
     )  # fmt: skip
     lse = lse if output_lse else None
     return (o, lse, p) if output_p else (o, lse)
@@ -399,10 +410,10 @@ def lightning_indexer(
     q, k, w, *, topk, start=None, end=None, q_lens=None, k_lens=None, cu_seqlens=None, cu_seqlens_k=None, scale=None,
     causal=False, order="score",
 ):  # fmt: skip
-    """The topk best keys of each query by sum_h w relu(scale <q_h, k>): q [B T H K]; k [B S K]; w [B T H]; start and end
-    [B T] bound the keys that a query sees. order: "score" (descending, at equal scores by index) or "index" (ascending).
-    Returns (indices [B T topk] int32, -1 behind the last visible key, and their scores, -inf there). Gradients of q, k
-    and w, from the scores."""
+    """The topk best keys of each query by sum_h w relu(scale <q_h, k>): q [B T H K]; k [B S K]; w [B T H]; start and
+    end [B T] bound the keys that a query sees. order: "score" (descending, at equal scores by index) or "index"
+    (ascending). Returns (indices [B T topk] int32, -1 behind the last visible key, and their scores, -inf there).
+    Gradients of q, k and w, from the scores."""
     q, k = _same_dtype(q, k)
     return _OPERATORS["lightning_indexer.fwd"](
         q=q, k=k, w=w, start=start, end=end, q_lens=q_lens, k_lens=k_lens, cu_seqlens=cu_seqlens,
@@ -414,8 +425,8 @@ def lightning_indexer_loss(
     q, k, w, p, *, indices=None, start=None, end=None, q_lens=None, k_lens=None, cu_seqlens=None, cu_seqlens_k=None,
     scale=None, causal=False,
 ):  # fmt: skip
-    """KL(p || softmax(scores)) of each query [B T], over the keys of its list (indices and p [B T E]), or over all visible
-    ones (indices None, p [B T S]). Gradients of q, k and w; p is a target and gets none."""
+    """KL(p || softmax(scores)) of each query [B T], over the keys of its list (indices and p [B T E]), or over all
+    visible ones (indices None, p [B T S]). Gradients of q, k and w; p is a target and gets none."""
     q, k = _same_dtype(q, k)
     loss, _ = _OPERATORS["lightning_indexer.loss"](
         q=q, k=k, w=w, indices=indices, p=p, start=start, end=end, q_lens=q_lens, k_lens=k_lens, cu_seqlens=cu_seqlens,

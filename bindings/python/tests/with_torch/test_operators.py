@@ -47,7 +47,8 @@ def delta_rule(name, T=5, dtype=F64, K=3, per_channel=False, packed=False, **res
     B, H, HV, V = 1 if packed else 2, 1, 2, K + 1
     N = 3 if packed else B
     tensors = dict(q=leaf(B, T, H, K, dtype=dtype), k=leaf(B, T, H, K, dtype=dtype), v=leaf(B, T, HV, V, dtype=dtype),
-                   g=leaf(B, T, HV, *[K] * per_channel), beta=leaf(B, T, HV), initial_state=leaf(N, HV, K, V))  # fmt: skip
+                   g=leaf(B, T, HV, *[K] * per_channel), beta=leaf(B, T, HV),
+                   initial_state=leaf(N, HV, K, V))  # fmt: skip
     if rest.get("use_gate"):
         tensors |= dict(A_log=leaf(HV, scale=0.3), dt_bias=leaf(HV, *[K] * per_channel))
     else:
@@ -63,26 +64,32 @@ def samples():
     indices = torch.randint(-1, S, (B, T, 4))
     p = torch.rand(B, T, S, dtype=F64).softmax(-1)
     gate = dict(use_gate=True, use_beta_sigmoid=True, allow_neg_eigval=True)
+    qk = lambda heads: dict(q=leaf(B, T, H, K), k=leaf(B, S, *heads, K))  # noqa: E731
+    rope = dict(q_rope=leaf(B, T, H, 2), k_rope=leaf(B, S, 2))
+    conv = dict(x=leaf(B, T, K), weight=leaf(K, 4), bias=leaf(K), initial_state=leaf(B, K, 4))
+    kimi, packed = dict(name="kimi_delta_attention", per_channel=True), dict(packed=True, **gate)
     return {
         "gated_delta_rule": delta_rule("gated_delta_rule"),
-        "gated_delta_rule, gate, packed": delta_rule("gated_delta_rule", packed=True, **gate),
-        "kimi_delta_attention": delta_rule("kimi_delta_attention", per_channel=True, scale=0.7),
-        "kimi_delta_attention, gate, packed": delta_rule("kimi_delta_attention", per_channel=True, packed=True, lower_bound=-5.0, **gate),
+        "gated_delta_rule, gate, packed": delta_rule("gated_delta_rule", **packed),
+        "kimi_delta_attention": delta_rule(**kimi, scale=0.7),
+        "kimi_delta_attention, gate, packed": delta_rule(**kimi, **packed, lower_bound=-5.0),
         "kda_gate": Sample("kda_gate", dict(x=leaf(B, T, H, K), A_log=leaf(H), dt_bias=leaf(H * K))),
-        "kda_gate, lower bound": Sample("kda_gate", dict(x=leaf(3, 1, B, T, H, K), A_log=leaf(H), dt_bias=leaf(H, K)), lower_bound=-5.0),
-        "short_conv": Sample("short_conv", dict(x=leaf(B, T, K), weight=leaf(K, 4), bias=leaf(K), initial_state=leaf(B, K, 4)),
-                             activation="silu", output_final_state=True),
+        "kda_gate, lower bound": Sample(
+            "kda_gate", dict(x=leaf(3, 1, B, T, H, K), A_log=leaf(H), dt_bias=leaf(H, K)), lower_bound=-5.0
+        ),
+        "short_conv": Sample("short_conv", conv, activation="silu", output_final_state=True),
         "gated_rms_norm": Sample("gated_rms_norm", dict(x=leaf(B, T, K), gate=leaf(B, T, K), weight=leaf(K))),
         "gated_rms_norm, plain": Sample("gated_rms_norm", dict(x=leaf(T, K))),
-        "block_sparse_attention": Sample("block_sparse_attention",
-            dict(q=leaf(B, T, H, K), k=leaf(B, S, 1, K), v=leaf(B, S, 1, K), sink=leaf(H)), block_mask=mask, block_q=4, block_k=3,
-            causal=True, output_lse=True),
-        "sparse_flash_attention": Sample("sparse_flash_attention",
-            dict(q=leaf(B, T, H, K), k=leaf(B, S, K), q_rope=leaf(B, T, H, 2), k_rope=leaf(B, S, 2), sink=leaf(H)), indices=indices,
-            v_dim=3, output_lse=True),
-        "sparse_flash_attention, v": Sample("sparse_flash_attention", dict(q=leaf(B, T, H, K), k=leaf(B, S, K), v=leaf(B, S, 3)), indices=indices),
-        "lightning_indexer": Sample("lightning_indexer", dict(q=leaf(B, T, H, K), k=leaf(B, S, K), w=leaf(B, T, H)), topk=3),
-        "lightning_indexer_loss": Sample("lightning_indexer_loss", dict(q=leaf(B, T, H, K), k=leaf(B, S, K), w=leaf(B, T, H)), p=p),
+        "block_sparse_attention": Sample(
+            "block_sparse_attention", qk([1]) | dict(v=leaf(B, S, 1, K), sink=leaf(H)),
+            block_mask=mask, block_q=4, block_k=3, causal=True, output_lse=True,
+        ),
+        "sparse_flash_attention": Sample(
+            "sparse_flash_attention", qk([]) | rope | dict(sink=leaf(H)), indices=indices, v_dim=3, output_lse=True
+        ),
+        "sparse_flash_attention, v": Sample("sparse_flash_attention", qk([]) | dict(v=leaf(B, S, 3)), indices=indices),
+        "lightning_indexer": Sample("lightning_indexer", qk([]) | dict(w=leaf(B, T, H)), topk=3),
+        "lightning_indexer_loss": Sample("lightning_indexer_loss", qk([]) | dict(w=leaf(B, T, H)), p=p),
     }  # fmt: skip
 
 
@@ -95,7 +102,9 @@ def test_one_operator_for_each_pass():
     assert len(_OPERATORS) >= 20
     for operator in _OPERATORS.values():
         assert getattr(torch.ops.thalweg, operator.name.partition("::")[2]) is not None
-    assert {sample.name for sample in SAMPLES.values()} | {n for n in ops.__all__ if n.endswith("_decode")} == set(ops.__all__)
+    assert {sample.name for sample in SAMPLES.values()} | {n for n in ops.__all__ if n.endswith("_decode")} == set(
+        ops.__all__
+    )
 
 
 # ---- Gradients ----
@@ -106,7 +115,9 @@ def test_gradcheck(sample):
     assert torch.autograd.gradcheck(sample, sample.values())
 
 
-@pytest.mark.parametrize("record", [r for r in records() if r.name == "bwd" and r.op != "kda_gate"], ids=lambda r: r.text)
+@pytest.mark.parametrize(
+    "record", [r for r in records() if r.name == "bwd" and r.op != "kda_gate"], ids=lambda r: r.text
+)
 def test_golden_gradients(record):
     """Through autograd, the gradients that tests/golden has from elsewhere."""
     inputs = {name: torch.tensor(array) for name, array in record.inputs.items()}
@@ -193,12 +204,20 @@ def test_opcheck(name):
 @pytest.mark.parametrize("name", [n for n in _OPERATORS if n.endswith("decode")])
 def test_opcheck_decode(name):
     if name == "short_conv.decode":
-        args = [torch.randn(2, 1, 5), torch.randn(5, 4), torch.randn(5), torch.randn(3, 5, 4), torch.tensor([2, 0]), None]
+        args = [
+            torch.randn(2, 1, 5),
+            torch.randn(5, 4),
+            torch.randn(5),
+            torch.randn(3, 5, 4),
+            torch.tensor([2, 0]),
+            None,
+        ]
         kwargs = dict(activation="silu")
     else:
         channels = [8] if name.startswith("kimi") else []
-        args = [torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, 4, 8), -torch.rand(2, 1, 4, *channels),
-                torch.rand(2, 1, 4), None, None, torch.randn(3, 4, 8, 8), torch.tensor([2, 0]), None]  # fmt: skip
+        args = [torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, 4, 8)]
+        args += [-torch.rand(2, 1, 4, *channels), torch.rand(2, 1, 4), None, None]
+        args += [torch.randn(3, 4, 8, 8), torch.tensor([2, 0]), None]
         kwargs = {}
     torch.library.opcheck(_OPERATORS[name].op, args, kwargs)
 
@@ -288,7 +307,9 @@ def test_inference_mode():
     with torch.inference_mode():
         got = sample(*[t.detach().clone() for t in sample.tensors.values()])
         pool = torch.zeros(2, 4, 8, 8)
-        ops.gated_delta_rule_decode(torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, 4, 8), state=pool)
+        ops.gated_delta_rule_decode(
+            torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, 4, 8), state=pool
+        )
     assert all(torch.equal(x, y) for x, y in zip(got, want)) and got[0].is_inference() and pool.abs().sum() > 0
 
 
