@@ -117,13 +117,14 @@ void run_stage(const std::string& stage) {
   if (stage == "cumsum_reverse") rows.resize(2);  // of cumsum it differs in one comparison
   for (const Row& row : rows) {
     ChunkSizes sizes{.B = 2,
-                     .T = row.boundary                  ? 100
+                     .T = row.boundary             ? 100
                           : stage.starts_with("d") ? 128
-                                                        : 2048,
+                                                   : 2048,
                      .H = 2,
                      .HV = row.twice ? 4 : 2,
                      .K = 64,
                      .V = 32};
+    if (row.packed && !row.boundary) sizes.dtype = THALWEG_F16;
     if (row.packed) sizes.B = 1, sizes.lengths = {64, 128};
     if (row.packed && row.boundary) sizes.lengths = {1, 64, 37, 130};
     const Plan plan =

@@ -21,13 +21,15 @@ inline Plan plan_of(const std::string& kernel) {
 struct ChunkSizes {
   int64_t B = 1, T = 0, H = 1, HV = 1, K = 64, V = 64, BT = 64;
   std::vector<int64_t> lengths = {};  // packed
+  thalweg_dtype dtype = THALWEG_BF16;
 };
 // A chunk kernel of the gated delta rule; "" + `stage`: "dv_local", "dqkw", "state", "cumsum", "cumsum_reverse".
 inline Plan chunk_plan(const std::string& stage, const ChunkSizes& s, Gate gate, Mode mode, bool boundary) {
   const bool reverse = stage == "cumsum_reverse", forward = stage == "cumsum" || stage == "state";
   Plan plan = plan_of(std::string("gated_delta_rule.") + (forward ? "fwd/" : "bwd/") + (reverse ? "cumsum" : stage));
   Problem& p = plan.problem;
-  p.B = s.B, p.T = s.T, p.H = s.H, p.HV = s.HV, p.K = s.K, p.V = s.V, p.gate = gate, p.reverse = reverse;
+  p.B = s.B, p.T = s.T, p.H = s.H, p.HV = s.HV, p.K = s.K, p.V = s.V, p.gate = gate;
+  p.dtype = s.dtype, p.reverse = reverse;
   if (!s.lengths.empty()) {
     p.is_packed = true, p.lengths = s.lengths;
     p.T = std::accumulate(s.lengths.begin(), s.lengths.end(), int64_t(0));

@@ -201,6 +201,8 @@ Argument scalar(const std::string& name, Element element, double value) {
   return {name, Argument::kScalar, element, {value}};
 }
 
+double product_limit(Element element) { return element == kF16 ? 1.9e-3 : 1.5e-2; }
+
 Argument output_of_largest(const std::string& name, Element element, std::vector<double> want, double limit) {
   double largest = 0;
   for (double x : want) largest = std::max(largest, std::fabs(x));

@@ -40,6 +40,9 @@ struct Scene {
 double rounded(double x, Element element);
 Argument input(const std::string& name, Element element, std::vector<double> values);  // rounds them
 Argument scalar(const std::string& name, Element element, double value);
+// The limit for products of operands of `element` with f32 sums, in units of the largest value that is right: not quite
+// four roundings to `element` (2^-8 and 2^-11). Measured: a third of it.
+double product_limit(Element element);
 // With an error in units of the largest value that is right.
 Argument output_of_largest(const std::string& name, Element element, std::vector<double> want, double limit);
 

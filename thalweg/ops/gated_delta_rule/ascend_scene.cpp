@@ -13,8 +13,6 @@ namespace {
 namespace chunk = gated_delta_rule::chunk;
 using Vector = std::vector<double>;
 
-constexpr double kLimit = 1.5e-2;  // of the largest value: operands are rounded to 16 bits between two products
-
 struct Chunk {
   int64_t b, row, tokens, state;  // sequence, first token over all sequences, tokens, row of h
 };
@@ -165,7 +163,7 @@ Scene dv_local_scene(const Plan& plan) {
     }
   s.add(input("q", s.type, q)), s.add(input("k", s.type, k)), s.add(input("d_o", s.type, d_o));
   if (plan.problem.gate != Gate::kNone) s.add(input("g", kF32, s.in_layout(s.sums)));
-  s.add(output_of_largest("d_v", s.type, d_v, kLimit));
+  s.add(output_of_largest("d_v", s.type, d_v, product_limit(s.type)));
   return s.finish(true);
 }
 
@@ -188,8 +186,9 @@ Scene dqkw_scene(const Plan& plan) {
   s.add(input("v_new", s.type, v_new)), s.add(input("d_o", s.type, d_o)), s.add(input("d_v", s.type, d_v));
   s.add(input("h", s.type, h)), s.add(input("d_h", s.type, d_h));
   if (plan.problem.gate != Gate::kNone) s.add(input("g", kF32, s.in_layout(s.sums)));
-  s.add(output_of_largest("d_q", s.type, d_q, kLimit)), s.add(output_of_largest("d_k", s.type, d_k, kLimit));
-  s.add(output_of_largest("d_w", s.type, d_w, kLimit));
+  s.add(output_of_largest("d_q", s.type, d_q, product_limit(s.type))),
+      s.add(output_of_largest("d_k", s.type, d_k, product_limit(s.type)));
+  s.add(output_of_largest("d_w", s.type, d_w, product_limit(s.type)));
   return s.finish(true);
 }
 
@@ -232,8 +231,9 @@ Scene state_scene(const Plan& plan) {
   s.add(input("k", s.type, k)), s.add(input("w", s.type, w)), s.add(input("u", s.type, u));
   if (p.gate != Gate::kNone) s.add(input("g", kF32, s.in_layout(s.sums)));
   s.add(input("initial_state", kF32, initial));
-  s.add(output_of_largest("h", s.type, h, kLimit)), s.add(output_of_largest("v_new", s.type, v_new, kLimit));
-  s.add(output_of_largest("final_state", kF32, final, kLimit));
+  s.add(output_of_largest("h", s.type, h, product_limit(s.type))),
+      s.add(output_of_largest("v_new", s.type, v_new, product_limit(s.type)));
+  s.add(output_of_largest("final_state", kF32, final, product_limit(s.type)));
   Vector sequences;  // rows of the table, which is in order here
   if (p.is_packed) {
     for (int64_t n = 0; n < N; ++n) {
