@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The gated delta rule of transformers' torch path and Thalweg's, on the same inputs: difference, time, memory.
 
-    bench/compare_transformers.py [--out FILE.jsonl] [--rounds 3] [--tokens 4096] [--threads 2] [--dtype float32]
+    bench/compare_transformers.py [--out FILE.jsonl] [--rounds 3] [--tokens 4096] [--threads 2] [--passes forward]
 
 Needs torch, transformers and the thalweg package. What is compared is the function that Qwen3-Next, Qwen3.5 and
 OLMo-hybrid layers call where no other package is installed, `torch_chunk_gated_delta_rule`, with q and k normalised
@@ -15,7 +15,7 @@ suffers less where the machine is shared.
 
 Both allocators of glibc are tried: as it comes, where every large temporary is mapped and unmapped again and its pages
 are faulted in on each call, and told by the environment to keep memory (MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_).
-One JSON line for each pass and allocator is appended to --out; bench/report.py makes a table of them.
+One JSON line for each pass and allocator is appended to --out, the machine's load average with it; bench/report.py makes a table of them.
 """
 
 import argparse
@@ -49,13 +49,14 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3, help="least time of the timed calls of a round")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--passes", nargs="+", default=PASSES, choices=PASSES)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return child(options, *options.child)
     failed = False
     for allocator, environment in ALLOCATORS.items():
-        for name in PASSES:
+        for name in options.passes:
             record = compare(options, name, allocator, environment)
             print(text(record), flush=True)
             failed |= not record["verified"]
@@ -89,7 +90,7 @@ def compare(options, name, allocator, environment):
         "peak_bytes": min(r["peak_bytes"] for r in ours), "library_peak_bytes": min(r["peak_bytes"] for r in theirs),
         "difference": difference,
         "verified": all(d["relative"] < (LIMIT if options.dtype == "float32" else 3e-2) for d in difference.values()),
-        "rounds": options.rounds, "commit": commit(), "machine": machine(ours[0]["isa"]),
+        "rounds": options.rounds, "load": os.getloadavg()[0], "commit": commit(), "machine": machine(ours[0]["isa"]),
         "command": " ".join(["bench/compare_transformers.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }  # fmt: skip
@@ -139,8 +140,8 @@ def child(options, library, name, results):
     call = function(library)
     run = forward if name == "forward" else forward_backward
     dtype = getattr(torch, options.dtype)
-    run(call, inputs(128, dtype))  # threads, caches of code
-    tensors = inputs(options.tokens, dtype)
+    run(call, inputs(65, dtype, B=1, H=1, HV=1, K=16, V=16))  # threads and code, but next to no workspace
+    tensors = inputs(options.tokens, dtype, **SIZES)
     before = reset_peak()
     outputs = run(call, tensors)
     peak = status("VmHWM") - before - sum(t.numel() * t.element_size() for t in outputs.values())
@@ -179,11 +180,10 @@ def function(library):
     return call
 
 
-def inputs(tokens, dtype):
+def inputs(tokens, dtype, B, H, HV, K, V):
     import torch
 
     random = torch.Generator().manual_seed(0)
-    B, H, HV, K, V = SIZES.values()
     q, k = (torch.randn(B, tokens, H, K, generator=random).to(dtype) for _ in range(2))
     v = torch.randn(B, tokens, HV, V, generator=random).to(dtype)
     g = -0.1 * torch.rand(B, tokens, HV, generator=random)

@@ -11,7 +11,7 @@ known. From 5.15 on a layer calls functions of its modeling module by name, so t
 keeps functions as attributes that its constructor sets; there a descriptor on the class answers in their place.
 
 Packed sequences: `cu_seq_lens_q` (and `seq_idx`) reach the recurrence and the convolution alike. transformers 5.15 and
-later pass them to the layers; older ones do not.
+later pass them to the layers; 5.3 does not.
 """
 
 from __future__ import annotations

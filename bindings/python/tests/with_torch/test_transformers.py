@@ -194,7 +194,7 @@ def test_cache_in_pieces(model):
     close(torch.cat(pieces, 1), whole)
 
 
-@pytest.mark.skipif(not PACKS, reason="before transformers 5.15 layers are not told of packed sequences")
+@pytest.mark.skipif(not PACKS, reason="layers of the first transformers 5 are not told of packed sequences")
 @pytest.mark.parametrize("lengths", [[17, 1, 30, 22]])
 def test_packed_training(model, lengths):
     """Sequences packed into one row learn what they learn one by one."""
@@ -239,6 +239,19 @@ def test_bfloat16(model):
 
     assert distance(got) < 1.5 * distance(torch_path) + 1e-3
     assert abs(got[1].float() - exact[1]) < 1.5 * abs(torch_path[1].float() - exact[1]) + 2e-2
+
+
+def test_autocast(model):
+    """Under autocast to bfloat16, no farther from float32 than the torch path is, to a factor."""
+    ids = tokens(2, 40)
+    exact = learn(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch_path = learn(model, ids)
+        with patched(*FORWARD, *BACKWARD):
+            got = learn(model, ids)
+    distance, allowed = ((step[0].float() - exact[0]).norm() / exact[0].norm() for step in (got, torch_path))
+    assert distance < 1.5 * allowed + 1e-3
+    assert got[2].keys() == exact[2].keys()
 
 
 def test_gradient_checkpointing(model):
