@@ -388,9 +388,9 @@ def sparse_flash_attention(
 ):  # fmt: skip
     """Attention of each query over its own list of keys (DeepSeek's sparse attention, absorbed): q [B T H K];
     k [B S K]; v [B S V], or absent: the first v_dim elements of k; q_rope [B T H KR] and k_rope [B S KR], a second part
-    of both; indices [B T E] int32 or int64, positions or blocks of sparse_block_size of them, -1 skips; sink [H]. Returns
-    (o, lse or None), with output_p also p [B T E], the probabilities averaged over heads, which carry no gradient.
-    Gradients of q, k, v, q_rope, k_rope and sink, from o and lse."""
+    of both; indices [B T E] int32 or int64, positions or blocks of sparse_block_size of them, -1 skips; sink [H].
+    Returns (o, lse or None), with output_p also p [B T E], the probabilities averaged over heads, which carry no
+    gradient. Gradients of q, k, v, q_rope, k_rope and sink, from o and lse."""
     q, k, v, q_rope, k_rope = _same_dtype(q, k, v, q_rope, k_rope)
     if v is None and not v_dim:
         raise ValueError(
