@@ -573,6 +573,12 @@ def cpu_name():
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def commit():
+    done = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty=+changes"], capture_output=True,
+                          text=True, check=False)
+    return done.stdout.strip() or None
+
+
 def geometric_mean(values):
     return math.exp(sum(math.log(v) for v in values) / len(values))
 
@@ -620,7 +626,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="few cases")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases of these names")
     parser.add_argument("--set", dest="sets", action="append", help="sets of cases (default matrix and long)")
-    parser.add_argument("--jsonl", type=pathlib.Path, help="a file to add a line per case to")
+    parser.add_argument("--jsonl", type=pathlib.Path, help="a file to add a line per case to (bench/results/<machine>-score.ndjson)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=2, help="time of the rounds by turns of a pass")
     parser.add_argument("--gflop", type=float, default=9, help="size that cases are scaled to")
@@ -642,7 +648,7 @@ def main():
                 if (options.quick and short not in OPERATORS[operator]) or (options.only and short not in options.only):
                     continue
                 record = {"operator": operator, "id": name, "case": ",".join(tokens), "threads": options.threads,
-                          "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
+                          "commit": commit(), "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
                           "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
                 record.update(run_case([python, __file__, operator, "--child", str(index), "--set", set_name, "--threads",
                                         str(options.threads), "--seconds", str(options.seconds), "--gflop", str(options.gflop)],
