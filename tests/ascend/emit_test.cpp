@@ -87,7 +87,11 @@ std::vector<Named> all_plans() {
   return list;
 }
 
-const Kernel* kernel_of(const Plan& plan) { return find_kernel(plan.problem.kernel); }  // null: operator not built
+// Null: its operator is not built, or it is planned only.
+const Kernel* kernel_of(const Plan& plan) {
+  const Kernel* kernel = find_kernel(plan.problem.kernel);
+  return kernel && kernel->emit ? kernel : nullptr;
+}
 
 std::string read(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
