@@ -120,13 +120,13 @@ def file_lines(name, records):
         out.append("")
     if libraries:
         out += ["Against another library, on the same inputs; *peak* is memory beyond inputs and results, *difference* the largest "
-                "relative one of all results:", "",
-                "| case | threads | allocator | library | its time | ours | times as fast | its peak | our peak | difference |",
-                "|---|---|---|---|---|---|---|---|---|---|"]
+                "relative one of all results, *load* the machine's load average (far above the threads: other programs ran):", "",
+                "| case | threads | load | allocator | library | its time | ours | times as fast | its peak | our peak | difference |",
+                "|---|---|---|---|---|---|---|---|---|---|---|"]
         for r in libraries:
             peaks = [f"{r[name] / 2**20:.0f} MiB" for name in ("library_peak_bytes", "peak_bytes")]
             difference = max(d["relative"] for d in r["difference"].values())
-            out.append(f"| `{r['case']}` | {r['threads']} | {r['allocator']} | {r['library']} | {time_text(r['library_us'])} "
+            out.append(f"| `{r['case']}` | {r['threads']} | {number(r, 'load', '{:.1f}')} | {r['allocator']} | {r['library']} | {time_text(r['library_us'])} "
                        f"| {time_text(r['median_us'])} | {r['speedup']:.1f} | {' | '.join(peaks)} | {difference:.1e} |")
         out.append("")
     return out
