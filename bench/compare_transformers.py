@@ -15,7 +15,8 @@ suffers less where the machine is shared.
 
 Both allocators of glibc are tried: as it comes, where every large temporary is mapped and unmapped again and its pages
 are faulted in on each call, and told by the environment to keep memory (MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_).
-One JSON line for each pass and allocator is appended to --out, the machine's load average with it; bench/report.py makes a table of them.
+One JSON line for each pass and allocator is appended to --out, the machine's load average with it; bench/report.py
+makes a table of them.
 """
 
 import argparse
@@ -34,7 +35,11 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ALLOCATORS = {
     "glibc default": {},
-    "glibc keeping memory": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "67108864"},
+    "glibc keeping memory": {
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": "17179869184",
+        "MALLOC_TOP_PAD_": "67108864",
+    },
 }
 PASSES = ("forward", "forward+backward")
 SIZES = dict(B=1, H=16, HV=32, K=128, V=128)
@@ -74,7 +79,9 @@ def compare(options, name, allocator, environment):
                 results = os.path.join(folder, library) if i == 0 else ""
                 command = [sys.executable, __file__, "--child", library, name, results]
                 command += [f"--{key}={getattr(options, key)}" for key in ("tokens", "threads", "seconds", "dtype")]
-                done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True, text=True)
+                done = subprocess.run(
+                    command, env=os.environ | environment, stdout=subprocess.PIPE, check=True, text=True
+                )
                 rounds[library].append(json.loads(done.stdout))
         difference = differences(folder)
     ours, theirs = rounds["thalweg"], rounds["transformers"]
@@ -82,18 +89,30 @@ def compare(options, name, allocator, environment):
     cpu, other_cpu = (statistics.median(r["cpu_us"] for r in x) for x in (ours, theirs))
     sizes = ",".join(f"{key}{value}" for key, value in (SIZES | {"T": options.tokens}).items())
     return {
-        "case": f"gated_delta_rule {name}: {options.dtype},{sizes}", "kernel": "thalweg.torch", "threads": options.threads,
-        "library": f"transformers {importlib.metadata.version('transformers')}, torch {theirs[0]['torch']}", "allocator": allocator,
-        "environment": environment, "median_us": median, "library_us": other, "speedup": other / median,
-        "cpu_us": cpu, "library_cpu_us": other_cpu, "cpu_speedup": other_cpu / cpu,
+        "case": f"gated_delta_rule {name}: {options.dtype},{sizes}",
+        "kernel": "thalweg.torch",
+        "threads": options.threads,
+        "library": f"transformers {importlib.metadata.version('transformers')}, torch {theirs[0]['torch']}",
+        "allocator": allocator,
+        "environment": environment,
+        "median_us": median,
+        "library_us": other,
+        "speedup": other / median,
+        "cpu_us": cpu,
+        "library_cpu_us": other_cpu,
+        "cpu_speedup": other_cpu / cpu,
         "spread": statistics.pstdev([r["us"] for r in ours]) / median if len(ours) > 1 else 0.0,
-        "peak_bytes": min(r["peak_bytes"] for r in ours), "library_peak_bytes": min(r["peak_bytes"] for r in theirs),
+        "peak_bytes": min(r["peak_bytes"] for r in ours),
+        "library_peak_bytes": min(r["peak_bytes"] for r in theirs),
         "difference": difference,
         "verified": all(d["relative"] < (LIMIT if options.dtype == "float32" else 3e-2) for d in difference.values()),
-        "rounds": options.rounds, "load": os.getloadavg()[0], "commit": commit(), "machine": machine(ours[0]["isa"]),
+        "rounds": options.rounds,
+        "load": os.getloadavg()[0],
+        "commit": commit(),
+        "machine": machine(ours[0]["isa"]),
         "command": " ".join(["bench/compare_transformers.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }  # fmt: skip
+    }
 
 
 def text(record):
@@ -104,8 +123,10 @@ def text(record):
                      f"{record[prefix + 'peak_bytes'] / 2**20:7.1f} MiB beyond inputs and results")  # fmt: skip
     lines.append(f"  {record['speedup']:.1f} times as fast, {record['cpu_speedup']:.1f} times by CPU time")
     worst = max(record["difference"].items(), key=lambda d: d[1]["relative"])
-    lines.append(f"  largest difference: {worst[0]}, {worst[1]['relative']:.1e} relative, {worst[1]['largest']:.1e} in one element"
-                 f"{'' if record['verified'] else '  TOO LARGE'}")  # fmt: skip
+    lines.append(
+        f"  largest difference: {worst[0]}, {worst[1]['relative']:.1e}, {worst[1]['largest']:.1e} in one element"
+        f"{'' if record['verified'] else '  TOO LARGE'}"
+    )
     return "\n".join(lines)
 
 
@@ -206,7 +227,9 @@ def forward_backward(call, tensors):
     *leaves, d_o = tensors
     o, state = call(*leaves)
     gradients = torch.autograd.grad([o], leaves, [d_o])
-    return {"o": o.detach(), "final_state": state.detach()} | dict(zip(("d_q", "d_k", "d_v", "d_g", "d_beta"), gradients))
+    return {"o": o.detach(), "final_state": state.detach()} | dict(
+        zip(("d_q", "d_k", "d_v", "d_g", "d_beta"), gradients)
+    )
 
 
 def differences(folder):
@@ -216,7 +239,10 @@ def differences(folder):
     result = {}
     for name, expected in theirs.items():
         difference = ours[name].double() - expected.double()
-        result[name] = {"relative": (difference.norm() / expected.double().norm()).item(), "largest": difference.abs().max().item()}
+        result[name] = {
+            "relative": (difference.norm() / expected.double().norm()).item(),
+            "largest": difference.abs().max().item(),
+        }
     return result
 
 

@@ -17,7 +17,9 @@ print(f"o {prompt.o.shape}, state {prompt.final_state.shape}")
 # One token at a time: bind the arrays once, write the next token into them, call again. The state moves on in place.
 state = prompt.final_state
 token = [np.ascontiguousarray(x[:, :1]) for x in (q, k, v, g, beta)]
-step = thalweg.prepare(thalweg.gated_delta_rule_decode, *token[:3], g=token[3], beta=token[4], state=state, use_qk_l2norm=True)
+step = thalweg.prepare(
+    thalweg.gated_delta_rule_decode, *token[:3], g=token[3], beta=token[4], state=state, use_qk_l2norm=True
+)
 for t in range(4):
     for array, sequence in zip(token, (q, k, v, g, beta)):
         array[:] = sequence[:, t : t + 1]

@@ -2,8 +2,9 @@
 
     python examples/python/quick_start.py [PICTURE.png]
 
-Sequences hold 6 pairs of a key and a value, some noise, then the keys once more: the model must answer with their values.
-The picture shows the loss, and how long each head's state remembers: the number of tokens until half of it has decayed.
+Sequences hold 6 pairs of a key and a value, some noise, then the keys once more: the model must answer with their
+values. The picture shows the loss, and how long each head's state remembers: the number of tokens until half of it has
+decayed.
 """
 
 import math

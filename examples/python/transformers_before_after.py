@@ -11,12 +11,26 @@ logging.set_verbosity_error()
 torch.manual_seed(0)
 model = Qwen3NextForCausalLM(
     Qwen3NextConfig(
-        vocab_size=256, hidden_size=128, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8,
-        linear_key_head_dim=64, linear_value_head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-        shared_expert_intermediate_size=64, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        vocab_size=256,
+        hidden_size=128,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
     )
-).eval()  # fmt: skip
+).eval()
 prompt = torch.randint(1, 256, (1, 500))
 
 

@@ -29,10 +29,20 @@ import torch
 from . import torch as ops
 
 __all__ = [
-    "FusedRMSNormGated", "causal_conv1d", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_gdn", "chunk_kda",
-    "fused_gdn_gate", "fused_kda_gate", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "fused_recurrent_kda",
-    "register", "rms_norm_gated",
-]  # fmt: skip
+    "FusedRMSNormGated",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "chunk_kda",
+    "fused_gdn_gate",
+    "fused_kda_gate",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
+    "fused_recurrent_kda",
+    "register",
+    "rms_norm_gated",
+]
 
 _DECODE_TOKENS = 8  # up to here the decode pass, token by token, is faster than the forward pass, chunk by chunk
 
@@ -78,8 +88,23 @@ def _whole(rule, q, k, v, *, initial_state, state_v_first, **options):
     return o, *states
 
 
-def _recurrent(function, rule, decode, q, k, v, g, beta, *, initial_state, output_final_state, state_v_first, cu_seqlens,
-               use_beta_sigmoid, **options):  # fmt: skip
+def _recurrent(
+    function,
+    rule,
+    decode,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    *,
+    initial_state,
+    output_final_state,
+    state_v_first,
+    cu_seqlens,
+    use_beta_sigmoid,
+    **options,
+):
     """A delta rule over few tokens. Like FLA's, it takes q, k and v of different dtypes and answers in v's."""
     if beta is not None and beta.dim() == v.dim():
         raise NotImplementedError(f"{function}: beta with a strength for each value channel is not computed by Thalweg")
@@ -134,8 +159,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule over whole sequences. Returns (o, final_state or None), o in q's dtype.
 
-    g is the log decay; with use_gate_in_kernel it is raw and becomes -exp(A_log) softplus(g + dt_bias). Gradients of q, k,
-    v, g, beta, initial_state, A_log and dt_bias.
+    g is the log decay; with use_gate_in_kernel it is raw and becomes -exp(A_log) softplus(g + dt_bias). Gradients of q,
+    k, v, g, beta, initial_state, A_log and dt_bias.
     """
     name = "chunk_gated_delta_rule"
     _refuse(name, cp_context=cp_context)
@@ -240,14 +265,17 @@ def chunk_kda(
     """Kimi delta attention over whole sequences. Returns (o, final_state or None), o in q's dtype.
 
     g is the log decay of each key channel; with use_gate_in_kernel it is raw and becomes -exp(A_log) softplus(g +
-    dt_bias), or with lower_bound: lower_bound sigmoid(exp(A_log) (g + dt_bias)). With return_intermediate_states (without
-    gradients only) a third result holds the state before every chunk_size-th token, [B NT HV K V] in k's dtype.
+    dt_bias), or with lower_bound: lower_bound sigmoid(exp(A_log) (g + dt_bias)). With return_intermediate_states
+    (without gradients only) a third result holds the state before every chunk_size-th token, [B NT HV K V] in k's
+    dtype.
     """
     name = "chunk_kda"
     _refuse(name, cp_context=cp_context, use_graph=use_graph)
     _choice(name, "chunk_size", chunk_size, (32, 64))
     if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
-        raise ValueError(f"{name}: lower_bound: got {lower_bound}, expected a number in [-5, 0) with safe_gate and the gate")
+        raise ValueError(
+            f"{name}: lower_bound: got {lower_bound}, expected a number in [-5, 0) with safe_gate and the gate"
+        )
     if return_intermediate_states and (torch.is_grad_enabled() or disable_recompute):
         raise ValueError(f"{name}: return_intermediate_states needs torch.inference_mode() or no_grad(), without "
                          "disable_recompute: these states carry no gradient")  # fmt: skip
@@ -266,14 +294,18 @@ def chunk_kda(
 
 
 def _intermediate(states, q, cu_seqlens, chunk_size):
-    """FLA's [B NT ...] of the rows that the library writes: row start / chunk_size + n + c for chunk c of sequence n."""
+    """FLA's [B NT ...] of the library's rows: row start / chunk_size + n + c is chunk c of sequence n."""
     if cu_seqlens is None:
         starts = range(0, q.shape[0] * q.shape[1], q.shape[1] or 1)
         lengths = [q.shape[1]] * q.shape[0]
     else:
         starts = cu_seqlens.tolist()[:-1]
         lengths = cu_seqlens.diff().tolist()
-    rows = [s // chunk_size + n + c for n, (s, length) in enumerate(zip(starts, lengths)) for c in range(-(-length // chunk_size))]
+    rows = [
+        s // chunk_size + n + c
+        for n, (s, length) in enumerate(zip(starts, lengths))
+        for c in range(-(-length // chunk_size))
+    ]
     return states[rows].reshape(q.shape[0], -1, *states.shape[1:])
 
 
@@ -354,9 +386,9 @@ def causal_conv1d(
     chunk_indices: torch.Tensor | None = None,
     cp_context=None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Depthwise causal convolution: x [B T D] (more axes behind T are one D), weight [D W], bias [D], residual as x, added
-    behind the activation. States [N D W] are the last W inputs, oldest first. Returns (y, final_state or None), both in
-    x's dtype. Gradients of x, weight, bias, residual and initial_state."""
+    """Depthwise causal convolution: x [B T D] (more axes behind T are one D), weight [D W], bias [D], residual as x,
+    added behind the activation. States [N D W] are the last W inputs, oldest first. Returns (y, final_state or None),
+    both in x's dtype. Gradients of x, weight, bias, residual and initial_state."""
     name = "causal_conv1d"
     _refuse(name, cp_context=cp_context)
     _choice(name, "backend", backend, ("triton", "cuda", "mix"))
@@ -380,8 +412,8 @@ def causal_conv1d_update(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One more token for each of N sequences: x [N 1 D], [1 N D] or [N D]; cache [N D W], moved on in place. Returns (y,
-    cache). Where a gradient is asked for, cache is written by a differentiable copy."""
+    """One more token for each of N sequences: x [N 1 D], [1 N D] or [N D]; cache [N D W], moved on in place. Returns
+    (y, cache). Where a gradient is asked for, cache is written by a differentiable copy."""
     name = "causal_conv1d_update"
     if weight is None:
         raise NotImplementedError(f"{name}: without weight: not computed by Thalweg")
@@ -440,8 +472,15 @@ class FusedRMSNormGated(torch.nn.Module):
     ) -> None:
         super().__init__()
         _choice("FusedRMSNormGated", "activation", activation, ("swish", "silu", "sigmoid"))
-        self.hidden_size, self.elementwise_affine, self.eps, self.activation = hidden_size, elementwise_affine, eps, activation
-        weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        self.hidden_size, self.elementwise_affine, self.eps, self.activation = (
+            hidden_size,
+            elementwise_affine,
+            eps,
+            activation,
+        )
+        weight = (
+            torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        )
         self.register_parameter("weight", weight)
         self.register_parameter("bias", None)
         self.reset_parameters()
@@ -462,7 +501,9 @@ class FusedRMSNormGated(torch.nn.Module):
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ):
-        return rms_norm_gated(x, g, self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32, self.eps)
+        return rms_norm_gated(
+            x, g, self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32, self.eps
+        )
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -473,8 +514,9 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
 def register() -> list[str]:
-    """Offers these functions to an installed `fla` (0.6) as a backend for tensors on the CPU; returns the names of those
-    that it dispatches, or an empty list where `fla` cannot be imported. FLA_THALWEG=0 in the environment turns it off."""
+    """Offers these functions to an installed `fla` (0.6) as a backend for tensors on the CPU; returns the names of
+    those that it dispatches, or an empty list where `fla` cannot be imported. FLA_THALWEG=0 in the environment turns it
+    off."""
     try:
         from fla.backends import BaseBackend
         from fla.backends import register as register_backend

@@ -35,8 +35,9 @@ _replaced: list = []  # (owner, attribute, what was there or _ABSENT), in order
 
 
 def patch(models=None, verbose: bool = True) -> list[str]:
-    """Replaces the torch paths of `models` (default: those of MODELS that this transformers has). Returns the full names
-    of what was replaced, and prints them by model when verbose. A second call changes nothing and returns an empty list."""
+    """Replaces the torch paths of `models` (default: those of MODELS that this transformers has). Returns the full
+    names of what was replaced, and prints them by model when verbose. A second call changes nothing and returns an
+    empty list."""
     if _replaced:
         return []
     for model in MODELS if models is None else models:

@@ -1,5 +1,5 @@
-"""thalweg.fla against the mathematics, restated here in plain torch float64, and against the installed `fla` where there
-is one: names, order and defaults of arguments, its naive functions, and itself with Thalweg as a backend."""
+"""thalweg.fla against the mathematics, restated here in plain torch float64, and against the installed `fla` where
+there is one: names, order and defaults of arguments, its naive functions, and itself with Thalweg as a backend."""
 
 import ast
 import importlib.util
@@ -38,7 +38,9 @@ def delta_rule(q, k, v, g, beta, scale=None, initial_state=None):
 
 def packed(q, k, v, g, beta, cu_seqlens, scale=None, initial_state=None):
     pieces = [
-        delta_rule(*(x[:, a:b] for x in (q, k, v, g, beta)), scale, None if initial_state is None else initial_state[n : n + 1])
+        delta_rule(
+            *(x[:, a:b] for x in (q, k, v, g, beta)), scale, None if initial_state is None else initial_state[n : n + 1]
+        )
         for n, (a, b) in enumerate(zip(cu_seqlens, cu_seqlens[1:]))
     ]
     return torch.cat([o for o, _ in pieces], 1), torch.cat([S for _, S in pieces])
@@ -70,9 +72,14 @@ def make(B=2, T=70, H=2, HV=4, K=24, V=16, N=None, kda=False, dtype=torch.float6
     def randn(*shape):
         return torch.randn(*shape, generator=r, dtype=torch.float64)
 
-    x = dict(q=randn(B, T, H, K), k=l2norm(randn(B, T, H, K)), v=randn(B, T, HV, V),
-             g=-torch.rand(B, T, HV, *([K] if kda else []), generator=r, dtype=torch.float64),
-             beta=torch.rand(B, T, HV, generator=r, dtype=torch.float64), initial_state=randn(N or B, HV, K, V))  # fmt: skip
+    x = dict(
+        q=randn(B, T, H, K),
+        k=l2norm(randn(B, T, H, K)),
+        v=randn(B, T, HV, V),
+        g=-torch.rand(B, T, HV, *([K] if kda else []), generator=r, dtype=torch.float64),
+        beta=torch.rand(B, T, HV, generator=r, dtype=torch.float64),
+        initial_state=randn(N or B, HV, K, V),
+    )
     return {name: value.to(dtype) for name, value in x.items()}
 
 
@@ -104,8 +111,11 @@ def compare(ours, theirs, x, tolerance=1e-10):
 
 
 RULES = {
-    "chunk_gated_delta_rule": False, "fused_recurrent_gated_delta_rule": False, "chunk_kda": True, "fused_recurrent_kda": True,
-}  # fmt: skip
+    "chunk_gated_delta_rule": False,
+    "fused_recurrent_gated_delta_rule": False,
+    "chunk_kda": True,
+    "fused_recurrent_kda": True,
+}
 rules = pytest.mark.parametrize("name", RULES)
 
 
@@ -188,7 +198,11 @@ def test_lower_bound(name, with_A):
         a = 1 if A_log is None else A_log.reshape(-1, 1).exp()
         return delta_rule(g=-5 * (a * g).sigmoid(), **x)
 
-    compare(lambda **x: getattr(fla, name)(**x, output_final_state=True, use_gate_in_kernel=True, lower_bound=-5.0), theirs, x)
+    compare(
+        lambda **x: getattr(fla, name)(**x, output_final_state=True, use_gate_in_kernel=True, lower_bound=-5.0),
+        theirs,
+        x,
+    )
 
 
 def test_arguments_that_only_choose_kernels_change_nothing():
@@ -222,11 +236,15 @@ def test_decoding_continues_a_sequence(name):
     exact = delta_rule(**x)
     whole = {"fused_recurrent_gated_delta_rule": fla.chunk_gated_delta_rule, "fused_recurrent_kda": fla.chunk_kda}[name]
     tokens = {n: y for n, y in x.items() if n != "initial_state"}
-    o, state = whole(**{n: y[:, :17] for n, y in tokens.items()}, initial_state=x["initial_state"], output_final_state=True)
+    o, state = whole(
+        **{n: y[:, :17] for n, y in tokens.items()}, initial_state=x["initial_state"], output_final_state=True
+    )
     outputs = [o]
     for t in range(17, 20):
         before = state.clone()
-        o, after = getattr(fla, name)(**{n: y[:, t : t + 1] for n, y in tokens.items()}, initial_state=state, output_final_state=True)
+        o, after = getattr(fla, name)(
+            **{n: y[:, t : t + 1] for n, y in tokens.items()}, initial_state=state, output_final_state=True
+        )
         assert state.equal(before), "initial_state was written"
         outputs, state = outputs + [o], after
     close(torch.cat(outputs, 1), exact[0], 1e-5)
@@ -247,10 +265,20 @@ def test_recurrent_takes_mixed_dtypes_and_no_beta():
 
 def test_intermediate_states():
     for cu_seqlens in (None, [0, 40, 40, 70, 140]):
-        x = make(B=2 if cu_seqlens is None else 1, T=70 if cu_seqlens is None else 140, N=None if cu_seqlens is None else 4, kda=True)
+        x = make(
+            B=2 if cu_seqlens is None else 1,
+            T=70 if cu_seqlens is None else 140,
+            N=None if cu_seqlens is None else 4,
+            kda=True,
+        )
         with torch.no_grad():
-            o, final, h = fla.chunk_kda(**x, chunk_size=32, return_intermediate_states=True, output_final_state=True,
-                                        cu_seqlens=None if cu_seqlens is None else torch.tensor(cu_seqlens))  # fmt: skip
+            o, final, h = fla.chunk_kda(
+                **x,
+                chunk_size=32,
+                return_intermediate_states=True,
+                output_final_state=True,
+                cu_seqlens=None if cu_seqlens is None else torch.tensor(cu_seqlens),
+            )
         expected = []
         tokens = {n: y for n, y in x.items() if n != "initial_state"}
         for n, (a, b) in enumerate([(0, 70), (0, 70)] if cu_seqlens is None else zip(cu_seqlens, cu_seqlens[1:])):
@@ -336,8 +364,11 @@ def test_gated_norm(activation):
     compare(lambda **x: [fla.rms_norm_gated(**x, bias=None, activation=activation, eps=1e-3)],
             lambda **x: [rms_norm(**x, activation=activation, eps=1e-3)], x)  # fmt: skip
     x["residual"] = torch.randn(2, 5, 3, 8, generator=r).double()
-    compare(lambda **x: fla.rms_norm_gated(**x, bias=None, activation=activation, prenorm=True, eps=1e-6),
-            lambda x, residual, **y: (rms_norm(x + residual, **y, activation=activation, eps=1e-6), x + residual), x)  # fmt: skip
+    compare(
+        lambda **x: fla.rms_norm_gated(**x, bias=None, activation=activation, prenorm=True, eps=1e-6),
+        lambda x, residual, **y: (rms_norm(x + residual, **y, activation=activation, eps=1e-6), x + residual),
+        x,
+    )
     module = fla.FusedRMSNormGated(8, activation=activation)
     assert set(module.state_dict()) == {"weight"} and f"activation={activation}" in repr(module)
     y = module(x["x"].float(), x["g"].float())
@@ -345,7 +376,10 @@ def test_gated_norm(activation):
     assert fla.FusedRMSNormGated(8, elementwise_affine=False)(x["x"].float(), x["g"].float()).dtype == torch.float32
     half = fla.rms_norm_gated(x["x"].half(), x["g"].half(), None, None, residual=x["residual"].half(), prenorm=True)
     assert [t.dtype for t in half] == [torch.float16, torch.float16]
-    assert fla.rms_norm_gated(x["x"].half(), x["g"].half(), None, None, prenorm=True, residual_in_fp32=True)[1].dtype == torch.float32
+    assert (
+        fla.rms_norm_gated(x["x"].half(), x["g"].half(), None, None, prenorm=True, residual_in_fp32=True)[1].dtype
+        == torch.float32
+    )
 
 
 # ---- What is refused ----
@@ -422,7 +456,7 @@ def test_names_order_and_defaults_are_those_of_the_installed_fla(file, name):
 
 @pytest.fixture(scope="module")
 def installed():
-    """The installed fla, which needs Triton and einops. scripts/python.sh keeps it apart: transformers would call it."""
+    """The installed fla, with Triton and einops. scripts/python.sh keeps it apart: transformers would call it."""
     pytest.importorskip("triton")
     pytest.importorskip("einops")
     pytest.importorskip("fla", reason="fla-core is not installed")
@@ -450,7 +484,9 @@ def test_fla_dispatches_to_thalweg_on_the_cpu(installed):
     """FLA's own functions, which have no CPU code, answer for CPU tensors, with gradients."""
     assert fla.register() == ["causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda", "fused_kda_gate"]
     x, k = make(), make(kda=True)
-    compare(lambda **x: installed.ops.gated_delta_rule.chunk_gated_delta_rule(**x, output_final_state=True), delta_rule, x)
+    compare(
+        lambda **x: installed.ops.gated_delta_rule.chunk_gated_delta_rule(**x, output_final_state=True), delta_rule, x
+    )
     compare(lambda **x: installed.ops.kda.chunk_kda(**x, output_final_state=True), delta_rule, k)
     gate = installed.ops.kda.gate.fused_kda_gate(k["g"], torch.zeros(4), output_dtype=torch.float64)
     close(gate, softplus_gate(k["g"], torch.zeros(1), 0), 1e-10)

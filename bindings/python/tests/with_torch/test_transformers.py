@@ -16,14 +16,34 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 VOCABULARY = 97
 LAYERS = ["linear_attention", "full_attention"]
 COMMON = dict(
-    vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-    max_position_embeddings=256, initializer_range=0.2, pad_token_id=0, bos_token_id=None, eos_token_id=None, layer_types=LAYERS,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=None,
+    layer_types=LAYERS,
+)
 GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
-MLA = dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=2)
-KIMI = dict(num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1, n_group=1, topk_group=1,
-            intermediate_size=64, mlp_layer_types=["dense", "sparse"])  # fmt: skip
+MLA = dict(
+    kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=2
+)
+KIMI = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    intermediate_size=64,
+    mlp_layer_types=["dense", "sparse"],
+)
 CONFIGS = {
     "qwen3_next": ("Qwen3NextConfig", COMMON | GDN | MOE),
     "qwen3_5": ("Qwen3_5TextConfig", COMMON | GDN | dict(intermediate_size=64)),
@@ -36,10 +56,14 @@ CONFIGS = {
 
 
 def modeling(name):
-    return pytest.importorskip(f"transformers.models.{name}.modeling_{name}", reason=f"{transformers.__version__} has no {name}")
+    return pytest.importorskip(
+        f"transformers.models.{name}.modeling_{name}", reason=f"{transformers.__version__} has no {name}"
+    )
 
 
-PACKS = not hasattr(importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next"), "is_fast_path_available")
+PACKS = not hasattr(
+    importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next"), "is_fast_path_available"
+)
 
 
 def build(name):
@@ -47,8 +71,12 @@ def build(name):
     configuration = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
     config_name, values = CONFIGS[name]
     torch.manual_seed(0)
-    causal = next(c for c in vars(module).values() if isinstance(c, type) and c.__name__ == config_name.replace("TextConfig", "Config")
-                  .replace("Config", "ForCausalLM"))  # fmt: skip
+    causal = next(
+        c
+        for c in vars(module).values()
+        if isinstance(c, type)
+        and c.__name__ == config_name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    )
     return causal(getattr(configuration, config_name)(**values)).eval()
 
 
@@ -131,7 +159,11 @@ def learn(model, ids, **arguments):
     model.zero_grad()
     out = model(ids, labels=ids, use_cache=False, **arguments)
     out.loss.backward()
-    return out.logits.detach(), out.loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return (
+        out.logits.detach(),
+        out.loss.detach(),
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 def same_step(got, expected):
@@ -169,9 +201,13 @@ def test_generate_from_a_padded_batch(model):
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     mask[2, :8] = 0
-    arguments = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    arguments = dict(
+        attention_mask=mask, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
     expected = model.generate(ids, **arguments)
-    with patched(f"{rule(model)}_fwd", f"{rule(model)}_decode", "short_conv_fwd", "short_conv_decode" if PACKS else "short_conv"):
+    with patched(
+        f"{rule(model)}_fwd", f"{rule(model)}_decode", "short_conv_fwd", "short_conv_decode" if PACKS else "short_conv"
+    ):
         got = model.generate(ids, **arguments)
     assert got.sequences.equal(expected.sequences)
     close(torch.stack(got.logits), torch.stack(expected.logits))
@@ -272,7 +308,9 @@ def test_other_devices_go_to_what_was_there(model):
     """Tensors that are not on the CPU, here without data, never reach the library."""
     with patched() as state:
         name = model.config.model_type.removesuffix("_text")
-        layer = next(m for m in build(name).modules() if type(m).__name__.endswith(("GatedDeltaNet", "DeltaAttention"))).to("meta")
+        layer = next(
+            m for m in build(name).modules() if type(m).__name__.endswith(("GatedDeltaNet", "DeltaAttention"))
+        ).to("meta")
         out = layer(torch.empty(2, 10, COMMON["hidden_size"], device="meta"))
     assert out.device.type == "meta" and out.shape == (2, 10, COMMON["hidden_size"])
     assert not state.recorder.used
@@ -288,8 +326,14 @@ def test_convolution_told_of_sequences_by_seq_idx():
     got = _conv(None, x=x, weight=weight, activation="silu", seq_idx=seq_idx)
     for row, borders in ((0, (0, 5, 20)), (1, (0, 1, 20))):
         for start, end in zip(borders, borders[1:]):
-            close(got[row : row + 1, :, start:end], _conv(None, x[row : row + 1, :, start:end], weight, None, "silu"), 1e-6)
-    meta = _conv(None, x.to("meta"), weight.to("meta"), activation="silu", seq_idx=None)  # where transformers has no function
+            close(
+                got[row : row + 1, :, start:end],
+                _conv(None, x[row : row + 1, :, start:end], weight, None, "silu"),
+                1e-6,
+            )
+    meta = _conv(
+        None, x.to("meta"), weight.to("meta"), activation="silu", seq_idx=None
+    )  # where transformers has no function
     assert meta.shape == x.shape and meta.device.type == "meta"
 
 
