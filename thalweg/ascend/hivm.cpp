@@ -113,7 +113,7 @@ class DumpParser {
   Dump parse() {
     size_t begin = text_.find(kBegin);
     if (begin == std::string_view::npos) throw std::runtime_error("dump: got no '" + std::string(kBegin) + "', expected one");
-    number_ = 1 + std::count(text_.begin(), text_.begin() + std::ptrdiff_t(begin), '\n');
+    number_ = 2 + std::count(text_.begin(), text_.begin() + std::ptrdiff_t(begin), '\n');
     text_.remove_prefix(std::min(text_.find('\n', begin), text_.size()));
     bool closed = false;
     for (; !text_.empty() && !closed; ++number_) {
