@@ -156,10 +156,15 @@ std::vector<Lowered> lower_all(const std::vector<Entry>& entries) {
   auto work = [&] {
     for (size_t i; (i = next++) < entries.size();) {
       const Kernel* kernel = find_kernel(entries[i].plan.problem.kernel);
-      if (kernel->emit)
-        all[i] = lower(entries[i].plan, kernel->emit(entries[i].plan));
-      else
+      if (!kernel->emit) {
         all[i].message = "no text";
+        continue;
+      }
+      // The compiler may die by chance, as memory happens to lie: then it is asked again.
+      for (int tries = 0; tries < 3; ++tries) {
+        all[i] = lower(entries[i].plan, kernel->emit(entries[i].plan));
+        if (all[i].outcome != Outcome::kCrash) break;
+      }
     }
   };
   std::thread other(work);
