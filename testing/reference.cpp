@@ -40,6 +40,10 @@ double dot(const double* a, const double* b, int64_t n) {
   return sum;
 }
 
+void add_scaled(double x, const double* a, int64_t n, double* sum) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += x * a[i];
+}
+
 double l2norm(Row& row) {
   double rstd = 1 / std::sqrt(dot(row.data(), row.data(), int64_t(row.size())) + 1e-6);
   for (double& x : row) x *= rstd;

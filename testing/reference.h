@@ -21,6 +21,7 @@ double sigmoid(double x);
 double softplus(double x);        // x above 20
 double softplus_slope(double x);  // of just that function
 double dot(const double* a, const double* b, int64_t n);
+void add_scaled(double x, const double* a, int64_t n, double* sum);  // sum += x a
 // row <- row / sqrt(sum row^2 + 1e-6); returns the factor.
 double l2norm(Row& row);
 

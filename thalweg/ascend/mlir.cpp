@@ -483,4 +483,20 @@ void Writer::when(const Value& condition, const std::function<void()>& body) {
   line("}");
 }
 
+void Writer::each_task(bool persistent, const Value& first, const Value& count, const std::function<Value()>& width,
+                       const std::string& number_hint, const std::string& place_hint,
+                       const std::function<void(const Value& number, const Value& place)>& body) {
+  const Value px = program_id(0);
+  if (!persistent) {
+    const Value number = add(number_hint, first, px);
+    return body(number, program_id(1));
+  }
+  const Value size = width(), tasks = mul("tasks", count, size), step = grid_size(0);
+  loop("task", px, tasks, step, {}, [&](const Value& i, const std::vector<Value>&) {
+    const Value turn = div("turn", i, size), number = add(number_hint, first, turn);
+    body(number, rem(place_hint, i, size));
+    return std::vector<Value>{};
+  });
+}
+
 }  // namespace thalweg::ascend

@@ -122,6 +122,12 @@ class Writer {
   std::vector<Value> loop(const std::string& hint, const Value& from, const Value& to, const Value& step,
                           const std::vector<Value>& carried, const LoopBody& body);
   void when(const Value& condition, const std::function<void()>& body);
+  // The tasks of this program; `body`, which writes one, is called once. A task is a number, from `first` on, and a place
+  // below width(). Single: the program's own place in the grid. Persistent: of all count * width() every one from the
+  // program's place on, in steps of the grid's size.
+  void each_task(bool persistent, const Value& first, const Value& count, const std::function<Value()>& width,
+                 const std::string& number_hint, const std::string& place_hint,
+                 const std::function<void(const Value& number, const Value& place)>& body);
 
  private:
   std::string fresh(const std::string& hint);

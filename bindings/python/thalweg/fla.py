@@ -404,6 +404,17 @@ def causal_conv1d(
     return y, None if final_state is None else final_state.to(x.dtype)
 
 
+def short_conv_step(x, weight, bias, state, activation):
+    """The short convolution of x [N T D], going on from state [N D W], which moves on in place: by a differentiable copy
+    where a gradient is asked for."""
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, state, weight, bias))):
+        return ops.short_conv_decode(x, weight, bias, state=state, activation=activation)
+    y, moved = ops.short_conv(x, weight, bias, initial_state=state.clone(), output_final_state=True,
+                              activation=activation)  # fmt: skip
+    state.copy_(moved)
+    return y
+
+
 def causal_conv1d_update(
     x: torch.Tensor,
     cache: torch.Tensor,
@@ -419,12 +430,7 @@ def causal_conv1d_update(
         raise NotImplementedError(f"{name}: without weight: not computed by Thalweg")
     activation = _conv_activation(name, activation)
     tokens = x.reshape(-1, 1, weight.shape[0])
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, cache, weight, bias)):
-        y, state = ops.short_conv(tokens, weight, bias, initial_state=cache.clone(), output_final_state=True,
-                                  activation=activation)  # fmt: skip
-        cache.copy_(state)
-    else:
-        y = ops.short_conv_decode(tokens, weight, bias, state=cache, activation=activation)
+    y = short_conv_step(tokens, weight, bias, cache, activation)
     y = y.reshape(x.shape)
     return (y if residual is None else y + residual), cache
 

@@ -169,13 +169,7 @@ def _conv_update(original, *args, **kwargs):
 def _short_conv_update(original, x, conv_state, weight, bias=None, activation=None):
     if conv_state.shape[-1] != weight.shape[-1]:
         return original(x, conv_state, weight, bias, activation)
-    rows, activation = x.transpose(1, 2), activation and "silu"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, conv_state, weight, bias)):
-        y, state = ops.short_conv(rows, weight, bias, initial_state=conv_state.clone(), output_final_state=True,
-                                  activation=activation)  # fmt: skip
-        conv_state.copy_(state)
-    else:
-        y = ops.short_conv_decode(rows, weight, bias, state=conv_state, activation=activation)
+    y = fla.short_conv_step(x.transpose(1, 2), weight, bias, conv_state, activation and "silu")
     return y.transpose(1, 2)
 
 

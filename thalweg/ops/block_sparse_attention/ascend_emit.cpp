@@ -144,18 +144,7 @@ std::string emit_dkdv(const Plan& plan) {
     w.store(dv, w.tile(d_v, at, shape, strides), rows);
   };
 
-  const Value px = w.program_id(0);
-  if (plan.mode == Mode::kSingle) {
-    const Value sub_block = w.add("sub_block", first, px);
-    task(sub_block, w.program_id(1));
-  } else {
-    const Value heads = w.mul("heads", B, w.index(HK)), tasks = w.mul("tasks", count, heads), step = w.grid_size(0);
-    w.loop("task", px, tasks, step, {}, [&](const Value& i, const std::vector<Value>&) {
-      const Value sub_block = w.add("sub_block", first, w.div("turn", i, heads));
-      task(sub_block, w.rem("bh", i, heads));
-      return std::vector<Value>{};
-    });
-  }
+  w.each_task(plan.mode == Mode::kPersistent, first, count, [&] { return w.mul("heads", B, w.index(HK)); }, "sub_block", "bh", task);
   return w.end();
 }
 

@@ -15,6 +15,7 @@
 #include <limits>
 #include <vector>
 
+#include "testing/reference.h"
 #include "thalweg/core/signature.h"
 #include "thalweg/cpu/parallel.h"
 #include "thalweg/ops/block_sparse_attention/block_sparse_attention.h"
@@ -25,36 +26,13 @@ namespace {
 using Fwd = thalweg_block_sparse_attention_fwd_args;
 using Bwd = thalweg_block_sparse_attention_bwd_args;
 
+using testing::reference::add_scaled, testing::reference::dot, testing::reference::set_zero;
+
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kFew = 32;  // queries and keys that are taken together
 
 double* at(const thalweg_tensor& t, int64_t i, int64_t j, int64_t k) {
   return static_cast<double*>(t.data) + i * t.stride[0] + j * t.stride[1] + k * t.stride[2];
-}
-
-void zero(const thalweg_tensor& t) {
-  if (!present(t)) return;
-  for (int64_t i = 0; i < t.shape[0]; ++i)
-    for (int64_t j = 0; j < (t.rank > 1 ? t.shape[1] : 1); ++j)
-      for (int64_t k = 0; k < (t.rank > 2 ? t.shape[2] : 1); ++k)
-        for (int64_t l = 0; l < (t.rank > 3 ? t.shape[3] : 1); ++l)
-          static_cast<double*>(t.data)[i * t.stride[0] + (t.rank > 1 ? j * t.stride[1] : 0) +
-                                       (t.rank > 2 ? k * t.stride[2] : 0) + (t.rank > 3 ? l * t.stride[3] : 0)] = 0;
-}
-
-// Eight partial sums, so that the compiler may use vectors.
-double dot(const double* a, const double* b, int64_t n) {
-  double part[8] = {};
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8)
-    for (int l = 0; l < 8; ++l) part[l] += a[i + l] * b[i + l];
-  double sum = 0;
-  for (; i < n; ++i) sum += a[i] * b[i];
-  for (double x : part) sum += x;
-  return sum;
-}
-void axpy(double x, const double* a, int64_t n, double* sum) {
-  for (int64_t i = 0; i < n; ++i) sum[i] += x * a[i];
 }
 
 // What both passes know of a call: who sees whom.
@@ -135,7 +113,7 @@ void forward(const Scene<Fwd>& scene, int64_t n, int64_t h, int64_t begin, int64
     l[size_t(i - begin)] += score(i, j);
   });
   scene.each_pair(n, h, begin, end, [&](int64_t i, int64_t j) {
-    axpy(score(i, j) / l[size_t(i - begin)], at(a.v, b, first + j, hk), scene.V, at(a.o, b, t0 + i, h));
+    add_scaled(score(i, j) / l[size_t(i - begin)], at(a.v, b, first + j, hk), scene.V, at(a.o, b, t0 + i, h));
   });
   for (int64_t i = begin; i < end; ++i) {
     if (!sees[size_t(i - begin)]) continue;  // the outputs start as those of a query that sees nothing
@@ -180,9 +158,9 @@ double backward(const Scene<Bwd>& scene, int64_t n, int64_t h, int64_t begin, in
     const double *q = at(a.q, b, t0 + i, h), *k = at(a.k, b, first + j, hk);
     const double P = std::exp(scene.scale * dot(q, k, scene.K) - row.m) / row.l;
     const double dS = P * (dot(row.d_o, at(a.v, b, first + j, hk), scene.V) - row.delta);
-    if (present(a.d_q)) axpy(scene.scale * dS, k, scene.K, at(a.d_q, b, t0 + i, h));
-    if (present(a.d_k)) axpy(scene.scale * dS, q, scene.K, at(a.d_k, b, first + j, hk));
-    if (present(a.d_v)) axpy(P, row.d_o, scene.V, at(a.d_v, b, first + j, hk));
+    if (present(a.d_q)) add_scaled(scene.scale * dS, k, scene.K, at(a.d_q, b, t0 + i, h));
+    if (present(a.d_k)) add_scaled(scene.scale * dS, q, scene.K, at(a.d_k, b, first + j, hk));
+    if (present(a.d_v)) add_scaled(P, row.d_o, scene.V, at(a.d_v, b, first + j, hk));
   });
   return d_sink;
 }
@@ -198,9 +176,9 @@ void fill(const thalweg_tensor& t, double x) {
 
 void reference_fwd(const void* args) {
   const Scene<Fwd> scene(*static_cast<const Fwd*>(args));
-  zero(scene.args.o);
+  set_zero(scene.args.o);
   fill(scene.args.lse, -kInfinity);
-  zero(scene.args.row_max), zero(scene.args.row_sum);
+  set_zero(scene.args.row_max), set_zero(scene.args.row_sum);
   in_parallel(scene.N * scene.H, [&](int64_t i) {
     const int64_t n = i / scene.H, queries = scene.queries(n);
     for (int64_t t = 0; t < queries; t += kFew) forward(scene, n, i % scene.H, t, std::min(queries, t + kFew));
@@ -209,7 +187,7 @@ void reference_fwd(const void* args) {
 
 void reference_bwd(const void* args) {
   const Scene<Bwd> scene(*static_cast<const Bwd*>(args));
-  for (const thalweg_tensor* t : {&scene.args.d_q, &scene.args.d_k, &scene.args.d_v, &scene.args.d_sink}) zero(*t);
+  for (const thalweg_tensor* t : {&scene.args.d_q, &scene.args.d_k, &scene.args.d_v, &scene.args.d_sink}) set_zero(*t);
   std::vector<double> d_sink(size_t(scene.N * scene.H));
   const int64_t G = scene.H / scene.HK;
   in_parallel(scene.N * scene.HK, [&](int64_t i) {

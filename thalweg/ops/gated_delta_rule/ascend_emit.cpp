@@ -69,19 +69,8 @@ struct ChunkWriter : Writer {
   std::string write(Body body) {
     begin();
     for (Value* v : {&B, &T, &NT, &first, &count}) *v = to_index(*v);
-    const Value px = program_id(0);
-    if (plan.mode == Mode::kSingle) {
-      const Value chunk = add("chunk", first, px);
-      body(task(chunk, program_id(1)));
-    } else {
-      const Value heads = mul("heads", B, index(HV)), tasks = mul("tasks", count, heads);
-      const Value step = grid_size(0);
-      loop("task", px, tasks, step, {}, [&](const Value& i, const std::vector<Value>&) {
-        const Value turn = div("turn", i, heads), chunk = add("chunk", first, turn);
-        body(task(chunk, rem("bh", i, heads)));
-        return std::vector<Value>{};
-      });
-    }
+    each_task(plan.mode == Mode::kPersistent, first, count, [&] { return mul("heads", B, index(HV)); }, "chunk", "bh",
+              [&](const Value& chunk, const Value& bh) { body(task(chunk, bh)); });
     return end();
   }
 
@@ -90,23 +79,11 @@ struct ChunkWriter : Writer {
   std::string write_sequences(Body body) {
     begin();
     for (Value* v : {&B, &T, &NT, &first, &count}) *v = to_index(*v);
-    const auto split = [&](const Value& number, const Value& bh) {
-      const Value b = div("b", bh, index(HV));
-      body(number, b, rem("hv", bh, index(HV)));
-    };
-    const Value px = program_id(0);
-    if (plan.mode == Mode::kSingle) {
-      const Value number = add("tile", first, px);
-      split(number, program_id(1));
-    } else {
-      const Value heads = mul("heads", B, index(HV)), tasks = mul("tasks", count, heads);
-      const Value step = grid_size(0);
-      loop("task", px, tasks, step, {}, [&](const Value& i, const std::vector<Value>&) {
-        const Value number = add("tile", first, div("turn", i, heads));
-        split(number, rem("bh", i, heads));
-        return std::vector<Value>{};
-      });
-    }
+    each_task(plan.mode == Mode::kPersistent, first, count, [&] { return mul("heads", B, index(HV)); }, "tile", "bh",
+              [&](const Value& number, const Value& bh) {
+                const Value b = div("b", bh, index(HV));
+                body(number, b, rem("hv", bh, index(HV)));
+              });
     return end();
   }
 

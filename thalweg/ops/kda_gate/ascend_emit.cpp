@@ -49,18 +49,8 @@ struct GateWriter : Writer {
   std::string write(Body body) {
     begin();
     for (Value* v : {&T, &first, &count}) *v = to_index(*v);
-    const Value px = program_id(0);
-    if (plan.mode == Mode::kSingle) {
-      const Value number = add("tile", first, px);
-      body(task(number, program_id(1)));
-    } else {
-      const Value tasks = mul("tasks", count, index(HV)), step = grid_size(0);
-      loop("task", px, tasks, step, {}, [&](const Value& i, const std::vector<Value>&) {
-        const Value number = add("tile", first, div("turn", i, index(HV)));
-        body(task(number, rem("hv", i, index(HV))));
-        return std::vector<Value>{};
-      });
-    }
+    each_task(plan.mode == Mode::kPersistent, first, count, [&] { return index(HV); }, "tile", "hv",
+              [&](const Value& number, const Value& hv) { body(task(number, hv)); });
     return end();
   }
 

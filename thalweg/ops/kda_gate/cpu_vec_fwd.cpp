@@ -10,11 +10,9 @@
 // Numerics float32 (thalweg/cpu/blocks/channel_gate.h), rounded once, to g
 // Traps    dt_bias is added as zeros when absent: a load that the cache serves, not a branch.
 // Measured 2 Zen 3 cores, AVX2, T4096 HV32 K128 float32: predicted 0.8 of copy bandwidth; softplus form 0.54, lower-bound
-//          form 0.70. Asking memory 1024 elements ahead: one thread, runs in turn with a copy of the same bytes, 0.56 to
-//          0.64 and 0.62 to 0.67 of it; two threads 0.75 and 0.72 (median of 5 processes, spread 14 and 6 %; the
-//          quietest run 0.82 and 0.84). 256 or 2048 ahead is the same. Lost: 2 vectors at a time (0.55), 6 (0.22, spills),
-//          the logarithm's even and odd terms apart (0.54). bf16 in and out: 2.4 times as fast as simd.h's exp and log1p
-//          with the same loads and stores.
+//          form 0.70; with memory asked 1024 elements ahead 0.75 and 0.72 (`thalweg bench kda_gate.fwd@perf`, noisy).
+//          Lost: other distances (the same), 2 vectors at a time, 6 (spills), the logarithm's even and odd terms apart.
+//          bf16 in and out: 2.4 times as fast as simd.h's exp and log1p with the same loads and stores.
 #include "thalweg/ops/kda_gate/vec.h"
 
 namespace thalweg::kda_gate {

@@ -114,18 +114,7 @@ std::string emit_topk_dkdv(const Plan& plan) {
     w.store(dv, w.tile(d_v, out, {BT, part}, {K, 1}), rows);
   };
 
-  const Value px = w.program_id(0);
-  if (plan.mode == Mode::kSingle) {
-    const Value number = w.add("number", first, px);
-    task(number, w.program_id(1));
-  } else {
-    const Value tasks = w.mul("tasks", count, B), step = w.grid_size(0);
-    w.loop("task", px, tasks, step, {}, [&](const Value& i, const std::vector<Value>&) {
-      const Value number = w.add("number", first, w.div("turn", i, B));
-      task(number, w.rem("b", i, B));
-      return std::vector<Value>{};
-    });
-  }
+  w.each_task(plan.mode == Mode::kPersistent, first, count, [&] { return B; }, "number", "b", task);
   return w.end();
 }
 

@@ -18,9 +18,9 @@
 //          hold numbers that nobody stores
 // Measured Zen 3, one thread, processor time on a loaded machine, K 512, KR 64, E 2048 of 4096 keys, bf16: 52 GFLOP/s with 16
 //          heads (0.52 of the FMA peak), 61 with 128 (0.66), 24 with 4 heads of separate f16 values (0.26: a key's two
-//          rows are 2 KiB for 8 K FLOPs) while their keys were copied; read where they lie, 0.63 to 0.72 of that time on a
-//          loaded machine (float32 rows in place: no gain, since rows 2 KiB apart share their sets of the L1). Rows asked for 6 keys ahead: 36.7 -> 21.8 ms with 16 heads, where the gather,
-//          waiting for memory, had taken 0.41 of the time
+//          rows are 2 KiB for 8 K FLOPs) while their keys were copied; read where they lie, 0.63 to 0.82 of that time on a
+//          loaded machine (float32 rows in place: no gain, since rows 2 KiB apart share their sets of the L1). Rows asked
+//          for 6 keys ahead: 36.7 -> 21.8 ms with 16 heads, where the gather, waiting for memory, had taken 0.41 of it
 #include "thalweg/ops/sparse_flash_attention/cpu_flash_tiles.h"
 
 namespace thalweg::sparse_flash_attention {

@@ -17,6 +17,7 @@
 #include <limits>
 #include <thread>
 
+#include "testing/reference.h"
 #include "thalweg/core/signature.h"
 #include "thalweg/ops/sparse_flash_attention/sparse_flash_attention.h"
 
@@ -26,6 +27,8 @@ namespace {
 using Fwd = thalweg_sparse_flash_attention_fwd_args;
 using Bwd = thalweg_sparse_flash_attention_bwd_args;
 using Vector = std::vector<double>;
+
+using testing::reference::add_scaled, testing::reference::dot;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -50,21 +53,6 @@ void load_row(const thalweg_tensor& t, double* out, int64_t n, int64_t i, int64_
 }
 
 int64_t width(const thalweg_tensor& t) { return present(t) ? t.shape[t.rank - 1] : 0; }
-
-// Eight partial sums, so that the compiler may use vectors.
-double dot(const double* a, const double* b, int64_t n) {
-  double part[8] = {};
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8)
-    for (int l = 0; l < 8; ++l) part[l] += a[i + l] * b[i + l];
-  double sum = 0;
-  for (; i < n; ++i) sum += a[i] * b[i];
-  for (double x : part) sum += x;
-  return sum;
-}
-void add_scaled(double x, const double* a, int64_t n, double* sum) {
-  for (int64_t i = 0; i < n; ++i) sum[i] += x * a[i];
-}
 
 double scale_of(int64_t K, double given) { return given == 0 ? 1 / std::sqrt(double(K)) : given; }
 
