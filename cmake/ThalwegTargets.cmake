@@ -15,10 +15,11 @@ endfunction()
 function(thalweg_warnings target)
   target_compile_features(${target} PUBLIC cxx_std_20 c_std_11)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF C_EXTENSIONS OFF)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow
+  target_compile_options(${target} PRIVATE
+    "$<$<COMPILE_LANGUAGE:C,CXX>:-Wall;-Wextra;-Wshadow>"
     $<$<COMPILE_LANGUAGE:CXX>:-Wno-missing-field-initializers>  # args structs are filled by designated initialisers
     $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>  # GCC 12 is wrong about "a" + std::string (its bug 105651)
-    $<$<BOOL:${THALWEG_WERROR}>:-Werror>)
+    $<$<AND:$<BOOL:${THALWEG_WERROR}>,$<COMPILE_LANGUAGE:C,CXX>>:-Werror>)
 endfunction()
 
 # The instruction set whose rows a sanitizer watches: the widest of the building machine. The rows of all
@@ -68,6 +69,11 @@ function(thalweg_add_operator op)
   set(folder ${PROJECT_SOURCE_DIR}/thalweg/ops/${op})
   set_property(GLOBAL APPEND PROPERTY THALWEG_OPERATORS ${op})
   file(GLOB files CONFIGURE_DEPENDS ${folder}/*.cpp)
+  if(THALWEG_CUDA)
+    file(GLOB cuda_files CONFIGURE_DEPENDS ${folder}/*.cu)
+    set_property(GLOBAL APPEND PROPERTY THALWEG_CUDA_SOURCES ${cuda_files})
+    list(REMOVE_ITEM files ${folder}/cuda_none.cpp)
+  endif()
   foreach(file IN LISTS files)
     get_filename_component(name ${file} NAME)
     if(name MATCHES "^(.*_)?reference.*\\.cpp$" OR name STREQUAL "spec.cpp")

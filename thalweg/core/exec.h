@@ -23,6 +23,8 @@ struct Exec {
   thalweg_parallel_for parallel_for;
   void* pool;
   char* workspace;
+  void* stream;     // CUDA: the caller's stream
+  int32_t* report;  // CUDA: device i32[4] or null (core/report.h)
 };
 
 // Runs task(arg, i, slot) for i in [0, num_tasks), at most num_slots at once, in ascending order of

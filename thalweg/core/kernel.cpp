@@ -20,8 +20,10 @@ bool verbose() {
 
 void print_call(const thalweg_pass& pass, const void* args, const Sizes& sizes, const CallFacts& facts) {
   std::fprintf(stderr, "thalweg: %s | %s | %s | %lld threads | %.3f ms\n", case_text(pass, args, sizes).c_str(),
-               facts.kernel, isa_name(facts.isa), static_cast<long long>(facts.threads), facts.milliseconds);
+               facts.kernel, facts.isa, static_cast<long long>(facts.threads), facts.milliseconds);
 }
+
+const char* row_isa_name(thalweg_backend backend, Isa isa) { return backend == THALWEG_CUDA ? "sm_90a" : isa_name(isa); }
 
 thalweg_context full_context(const thalweg_pass& pass, const thalweg_context* ctx) {
   thalweg_context full{};
@@ -53,6 +55,7 @@ void fail_no_kernel(const thalweg_pass& pass, const char* forced, const std::str
 }
 
 char* caller_workspace(const thalweg_pass& pass, const thalweg_context& ctx, size_t bytes) {
+  if (!ctx.workspace) fail_field(pass, "workspace", "got none, expected %zu bytes on the tensors' device", bytes);
   if (reinterpret_cast<uintptr_t>(ctx.workspace) % 64 != 0)
     fail_field(pass, "workspace", "address, got %p, expected a multiple of 64", ctx.workspace);
   if (ctx.workspace_bytes < bytes)

@@ -44,6 +44,7 @@ template <class Problem, class Args>
 struct Checked {
   Args args;
   thalweg_context ctx;
+  Place place;
   Sizes sizes;
   Problem problem;
 
@@ -52,14 +53,19 @@ struct Checked {
     full_args(*pass.info, caller_args, &args);
     ctx = full_context(*pass.info, caller_ctx);
     if (pass.refuse) pass.refuse(args);
+    place = place_of(*pass.info, &args);
+    if (place.backend == THALWEG_CUDA && binding == Binding::kRun) binding = Binding::kDevice;
     sizes = bind(*pass.info, &args, binding);
     problem = pass.check(args, sizes, binding);
   }
 };
 
+// What a row's machine must have: an instruction set of the CPU, or "sm_90a".
+const char* row_isa_name(thalweg_backend backend, Isa isa);
+
 struct CallFacts {  // for THALWEG_VERBOSE
   const char* kernel;
-  Isa isa;
+  const char* isa;
   int64_t threads;
   double milliseconds;
 };
@@ -67,7 +73,7 @@ bool verbose();
 void print_call(const thalweg_pass& pass, const void* args, const Sizes& sizes, const CallFacts& facts);
 
 [[noreturn]] void fail_no_kernel(const thalweg_pass& pass, const char* forced, const std::string& reasons, bool known);
-// ctx.workspace, checked.
+// ctx.workspace, checked. On CUDA it has to be there when `bytes` is not 0.
 char* caller_workspace(const thalweg_pass& pass, const thalweg_context& ctx, size_t bytes);
 inline int64_t workspace_bytes(const Plan& plan) { return plan.shared_bytes + plan.num_slots * plan.slot_bytes; }
 void copy_text(const std::string& text, char* out, size_t capacity);
@@ -75,6 +81,10 @@ void copy_text(const std::string& text, char* out, size_t capacity);
 template <class Problem, class Args>
 bool accepts(const Kernel<Problem, Args>& row, const Problem& problem, const Device& device, int64_t threads,
              Plan* plan, std::string* why) {
+  if (row.backend != device.backend) {
+    if (why) *why = row.backend == THALWEG_CUDA ? "needs CUDA tensors, got CPU tensors" : "needs CPU tensors, got CUDA tensors";
+    return false;
+  }
   if (row.isa > device.isa) {
     if (why) *why = std::string("needs ") + isa_name(row.isa) + ", got " + isa_name(device.isa);
     return false;
@@ -106,21 +116,39 @@ const Kernel<Problem, Args>& select(const Pass<Problem, Args>& pass, const Probl
   fail_no_kernel(*pass.info, ctx.kernel, reasons, known);
 }
 
+// The device of a call's tensors.
+inline const Device& device_of(const Place& place) {
+  return place.backend == THALWEG_CUDA ? cuda_device(place.id) : cpu_device();
+}
+
+template <class Problem, class Args>
+void run_on_cuda(const Pass<Problem, Args>& pass, const Checked<Problem, Args>& call, const Device& device) {
+  Plan plan;
+  const auto& row = select(pass, call.problem, device, call.ctx, &plan);
+  const size_t bytes = size_t(workspace_bytes(plan));
+  char* workspace = bytes > 0 ? caller_workspace(*pass.info, call.ctx, bytes) : nullptr;
+  CudaDeviceScope scope(device.id);
+  row.run(call.problem, plan, call.args,
+          {call.ctx.num_threads, call.ctx.parallel_for, call.ctx.pool, workspace, call.ctx.stream, call.ctx.report});
+  if (verbose()) print_call(*pass.info, &call.args, call.sizes, {row.name, row_isa_name(row.backend, row.isa), 0, 0});
+}
+
 template <class Problem, class Args>
 thalweg_status call_pass(const Pass<Problem, Args>& pass, const void* caller_args, const thalweg_context* caller_ctx) {
   return guard([&] {
     auto start = std::chrono::steady_clock::now();
     Checked<Problem, Args> call(pass, caller_args, caller_ctx, Binding::kRun);
+    if (call.place.backend == THALWEG_CUDA) return run_on_cuda(pass, call, device_of(call.place));
     Plan plan;
     const auto& row = select(pass, call.problem, cpu_device(), call.ctx, &plan);
     size_t bytes = size_t(workspace_bytes(plan));
     bool lent = call.ctx.workspace && bytes > 0;
     ThreadArena arena(lent ? 0 : bytes);
     char* workspace = lent ? caller_workspace(*pass.info, call.ctx, bytes) : static_cast<char*>(arena.data());
-    row.run(call.problem, plan, call.args, {call.ctx.num_threads, call.ctx.parallel_for, call.ctx.pool, workspace});
+    row.run(call.problem, plan, call.args, {call.ctx.num_threads, call.ctx.parallel_for, call.ctx.pool, workspace, nullptr, nullptr});
     if (verbose()) {
       std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;
-      print_call(*pass.info, &call.args, call.sizes, {row.name, row.isa, call.ctx.num_threads, ms.count()});
+      print_call(*pass.info, &call.args, call.sizes, {row.name, row_isa_name(row.backend, row.isa), call.ctx.num_threads, ms.count()});
     }
   });
 }
@@ -132,7 +160,7 @@ thalweg_status query_workspace(const Pass<Problem, Args>& pass, const void* call
     if (!bytes) fail_field(*pass.info, "bytes", "got null, expected a place for the size");
     Checked<Problem, Args> call(pass, caller_args, caller_ctx, Binding::kQuery);
     Plan plan;
-    select(pass, call.problem, cpu_device(), call.ctx, &plan);
+    select(pass, call.problem, device_of(call.place), call.ctx, &plan);
     *bytes = size_t(workspace_bytes(plan));
   });
 }
@@ -142,6 +170,7 @@ thalweg_status explain_pass(const Pass<Problem, Args>& pass, const void* caller_
                             char* out, size_t capacity) {
   return guard([&] {
     Checked<Problem, Args> call(pass, caller_args, caller_ctx, Binding::kQuery);
+    const Device& device = device_of(call.place);
     std::string text;
     bool chosen = false, known = false;
     for (int64_t i = 0; i < pass.num_kernels; ++i) {
@@ -149,7 +178,7 @@ thalweg_status explain_pass(const Pass<Problem, Args>& pass, const void* caller_
       known = known || (call.ctx.kernel && std::string_view(call.ctx.kernel) == row.name);
       Plan plan;
       std::string why;
-      bool ok = accepts(row, call.problem, cpu_device(), call.ctx.num_threads, &plan, &why);
+      bool ok = accepts(row, call.problem, device, call.ctx.num_threads, &plan, &why);
       bool runs = ok && !chosen && (!call.ctx.kernel || std::string_view(call.ctx.kernel) == row.name);
       text += std::string(row.name) + ": " + (runs ? "runs" : ok ? "accepts" : why);
       if (runs) {
@@ -169,7 +198,7 @@ thalweg_status explain_pass(const Pass<Problem, Args>& pass, const void* caller_
 template <class Problem, class Args>
 const char* kernel_name_at(const Pass<Problem, Args>& pass, int64_t i, const char** isa) {
   if (i < 0 || i >= pass.num_kernels) return nullptr;
-  if (isa) *isa = isa_name(pass.kernels[i].isa);
+  if (isa) *isa = row_isa_name(pass.kernels[i].backend, pass.kernels[i].isa);
   return pass.kernels[i].name;
 }
 

@@ -206,8 +206,23 @@ void check_overlap(const thalweg_pass& pass, const void* args) {
   }
 }
 
-void check_tensor(const thalweg_pass& pass, const thalweg_field& field, const void* args, Sizes& sizes,
-                  Binding binding) {
+std::string place_text(int32_t type, int32_t id) {
+  if (type == THALWEG_CPU || type == 0) return "the CPU";
+  return type == THALWEG_CUDA ? "cuda:" + std::to_string(id) : "type " + std::to_string(type);
+}
+
+void check_place(const thalweg_pass& pass, const thalweg_field& field, const thalweg_tensor& t, const Place& place) {
+  const bool on_cpu = t.device_type == 0 || t.device_type == THALWEG_CPU;
+  if (!on_cpu && t.device_type != THALWEG_CUDA)
+    fail_field(pass, field.name, "device, got type %d, expected the CPU (%d) or CUDA (%d)", t.device_type,
+               int(THALWEG_CPU), int(THALWEG_CUDA));
+  if (on_cpu ? place.backend == THALWEG_CPU : place.backend == THALWEG_CUDA && t.device_id == place.id) return;
+  fail_field(pass, field.name, "device, got %s, expected %s (from %s)", place_text(t.device_type, t.device_id).c_str(),
+             place_text(place.backend, place.id).c_str(), place.from);
+}
+
+void check_tensor(const thalweg_pass& pass, const thalweg_field& field, const void* args, const Place& place,
+                  Sizes& sizes, Binding binding) {
   const thalweg_tensor& t = tensor_at(args, field);
   if (!present(t)) {
     if (!field.optional) fail_field(pass, field.name, "missing, expected [%s]", field.dims);
@@ -219,12 +234,11 @@ void check_tensor(const thalweg_pass& pass, const thalweg_field& field, const vo
       fail_field(pass, field.name, "rank, got %d, expected %d for [%s]", t.rank, rank, field.dims);
     fail_field(pass, field.name, "shape, got %s, expected [%s]", shape_text(t).c_str(), field.dims);
   }
-  if (t.device_type != 0 && t.device_type != THALWEG_CPU)
-    fail_field(pass, field.name, "device, got type %d, expected the CPU (%d)", t.device_type, int(THALWEG_CPU));
+  check_place(pass, field, t, place);
   check_dtype(pass, field, args, t);
   check_sizes(pass, field, t, sizes);
   check_strides(pass, field, t);
-  if (binding == Binding::kRun) check_data(pass, field, t);
+  if (binding != Binding::kQuery) check_data(pass, field, t);
 }
 
 void check_option(const thalweg_pass& pass, const thalweg_field& field, const void* args) {
@@ -313,15 +327,26 @@ void fail_field(const thalweg_pass& pass, const char* name, const char* format, 
 
 Sizes bind(const thalweg_pass& pass, const void* args, Binding binding) {
   Sizes sizes;
+  const Place place = place_of(pass, args);
   for (int64_t i = 0; i < pass.num_fields; ++i) {
     const thalweg_field& field = pass.fields[i];
     if (field.kind == THALWEG_TENSOR)
-      check_tensor(pass, field, args, sizes, binding);
+      check_tensor(pass, field, args, place, sizes, binding);
     else
       check_option(pass, field, args);
   }
-  if (binding == Binding::kRun) check_overlap(pass, args);
+  if (binding != Binding::kQuery) check_overlap(pass, args);
   return sizes;
+}
+
+Place place_of(const thalweg_pass& pass, const void* args) {
+  for (int64_t i = 0; i < pass.num_fields; ++i) {
+    const thalweg_field& field = pass.fields[i];
+    if (field.kind != THALWEG_TENSOR || !present(tensor_at(args, field))) continue;
+    const thalweg_tensor& t = tensor_at(args, field);
+    return {t.device_type == THALWEG_CUDA ? THALWEG_CUDA : THALWEG_CPU, t.device_id, field.name};
+  }
+  return {THALWEG_CPU, 0, ""};
 }
 
 void full_args(const thalweg_pass& pass, const void* args, void* full) {
@@ -408,7 +433,7 @@ void check_slots(const thalweg_pass& pass, int64_t N, int64_t T, int64_t M, cons
                  const thalweg_tensor& write_slots, Binding binding) {
   if (!present(read_slots) && N > M)
     fail_field(pass, "state", "M, got %lld, expected at least N = %lld without read_slots", ll(M), ll(N));
-  if (binding == Binding::kQuery || (!present(read_slots) && !present(write_slots)) || N == 0) return;
+  if (binding != Binding::kRun || (!present(read_slots) && !present(write_slots)) || N == 0) return;
   ThreadArena arena(size_t(N) * size_t(T + 2) * sizeof(SlotUse));
   auto* uses = static_cast<SlotUse*>(arena.data());
   int64_t count = 0;

@@ -50,7 +50,17 @@ double option_at(const void* args, const thalweg_field& field);
 
 inline bool present(const thalweg_tensor& t) { return t.dtype != THALWEG_NONE; }
 
-enum class Binding { kRun, kQuery };  // kQuery: data pointers are not looked at
+// What bind() and check() may look at: kRun everything; kDevice pointers, not the values behind them, which the kernels
+// check (cuda/values.cuh); kQuery neither.
+enum class Binding { kRun, kDevice, kQuery };
+
+// Where the tensors of a call are: the place of the first that is present. bind() refuses any other elsewhere.
+struct Place {
+  thalweg_backend backend;
+  int32_t id;
+  const char* from;  // the argument that said so
+};
+Place place_of(const thalweg_pass& pass, const void* args);
 
 // Throws Error; `args` is a full struct (see full_args).
 Sizes bind(const thalweg_pass& pass, const void* args, Binding binding);

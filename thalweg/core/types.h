@@ -75,16 +75,18 @@ typedef void (*thalweg_parallel_for)(void* pool, int64_t n, void (*body)(void* a
 // Where and how a call runs. All zero (but `size`) means defaults; NULL instead of a context too.
 typedef struct thalweg_context {
   size_t size THALWEG_INIT(sizeof(thalweg_context));
-  void* stream THALWEG_INIT(nullptr);  // CUDA stream; not used on the CPU
+  void* stream THALWEG_INIT(nullptr);  // cudaStream_t; not used on the CPU
   // CPU threads; 0: THALWEG_NUM_THREADS, OMP_NUM_THREADS, else the smaller of affinity and cgroup quota.
   // Results do not depend on it, bit for bit.
   int64_t num_threads THALWEG_INIT(0);
   thalweg_parallel_for parallel_for THALWEG_INIT(nullptr);  // a host's own threads; NULL: the library's pool
   void* pool THALWEG_INIT(nullptr);                         // handed to parallel_for
   const char* kernel THALWEG_INIT(nullptr);                 // forces a kernel by name, for tests and benchmarks
-  void* workspace THALWEG_INIT(nullptr);                    // 64-byte aligned, no tensor's memory; NULL: the thread's arena
+  // 64-byte aligned, no tensor's memory, on the tensors' device. NULL: on the CPU the thread's arena, on CUDA an error
+  // unless the size is 0.
+  void* workspace THALWEG_INIT(nullptr);
   size_t workspace_bytes THALWEG_INIT(0);                   // at least what <op>_<pass>_workspace says
-  int32_t* report THALWEG_INIT(nullptr);                    // device i32[4]: faults found there; not for the CPU
+  int32_t* report THALWEG_INIT(nullptr);                    // CUDA: device i32[4], zeros at first: the first wrong value inside a tensor
 } thalweg_context;
 
 typedef enum thalweg_kind {
@@ -146,6 +148,14 @@ THALWEG_API const thalweg_pass* thalweg_pass_at(int64_t i);
 
 // Text of the calling thread's last error: a fixed buffer, overwritten by its next failing call.
 THALWEG_API const char* thalweg_last_error(void);
+
+// Loads every CUDA kernel on device `id`, so that no later call does, in a graph's capture for one.
+// A device error says why there is none.
+THALWEG_API thalweg_status thalweg_prepare(int32_t id);
+// The words for what a call's ctx.report holds after the caller's own synchronisation and copy to the host, cut to
+// `capacity`; "" when it holds no fault.
+THALWEG_API thalweg_status thalweg_report_text(const thalweg_pass* pass, const int32_t report[4], char* text,
+                                               size_t capacity);
 
 // Grows when a struct or a function of the C interface changes incompatibly.
 THALWEG_API int32_t thalweg_abi_version(void);

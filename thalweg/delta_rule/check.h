@@ -94,7 +94,7 @@ void set_sequences(const thalweg_pass& pass, const Args& a, const Sizes& sizes, 
   p.B = sizes["B"];
   p.packed = present(a.cu_seqlens);
   p.N = check_sequences(pass, sizes, a.cu_seqlens, binding);
-  if (!p.packed || binding == Binding::kQuery) return;
+  if (!p.packed || binding != Binding::kRun) return;
   p.longest = 0;
   for (int64_t n = 0; n < p.N; ++n) {
     Span span = sequence_span(p, a.cu_seqlens, n);

@@ -1,0 +1,42 @@
+// The only place that launches kernels: limits and errors are looked at here, once for all.
+#ifndef THALWEG_CUDA_LAUNCH_H
+#define THALWEG_CUDA_LAUNCH_H
+
+#include <stdint.h>
+
+#include "thalweg/core/exec.h"
+#include "thalweg/cuda/check.h"
+
+namespace thalweg::cuda {
+
+struct Grid {
+  int64_t x, y = 1, z = 1;
+};
+
+constexpr int64_t kMaxGridX = 2147483647, kMaxGridYZ = 65535;
+constexpr int64_t kStaticSmemBytes = 48 * 1024;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Runs kernel<<<grid, threads, smem_bytes, exec.stream>>>(args...). A grid with a zero runs nothing. Kernels for
+// counts that may pass kMaxGridX blocks walk with a stride of gridDim.x, and their launchers cap the grid.
+template <class... Params, class... Args>
+void launch(const Exec& exec, const char* name, void (*kernel)(Params...), Grid grid, int64_t threads,
+            int64_t smem_bytes, const Args&... args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  if (grid.x < 0 || grid.x > kMaxGridX || grid.y > kMaxGridYZ || grid.z > kMaxGridYZ || threads < 1 || threads > 1024)
+    fail(THALWEG_INTERNAL, "cuda: %s: grid, got %lld x %lld x %lld blocks of %lld threads, expected what a launch takes",
+         name, static_cast<long long>(grid.x), static_cast<long long>(grid.y), static_cast<long long>(grid.z),
+         static_cast<long long>(threads));
+  if (smem_bytes > kStaticSmemBytes)
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem_bytes)), name);
+  kernel<<<dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), unsigned(threads), size_t(smem_bytes),
+           static_cast<cudaStream_t>(exec.stream)>>>(Params(args)...);
+  cuda_check(cudaGetLastError(), name);
+}
+
+// Blocks for `count` items of one block each, in a kernel that walks with a stride.
+inline int64_t capped_grid(int64_t count) { return count < 1048576 ? count : 1048576; }
+
+}  // namespace thalweg::cuda
+#endif
