@@ -9,6 +9,7 @@
 
 #include "thalweg/core/device.h"
 #include "thalweg/core/exec.h"
+#include "thalweg/delta_rule/cuda_plan.h"
 #include "thalweg/delta_rule/fields.h"
 #include "thalweg/delta_rule/generic_bwd.h"
 #include "thalweg/delta_rule/generic_fwd.h"
@@ -135,6 +136,13 @@ Problem check_decode(const Args& a, const Sizes& sizes, Binding binding) {
   p.N = p.B = sizes["N"];
   p.M = sizes["M"];
   check_slots(pass, p.N, p.T, p.M, a.read_slots, a.write_slots, binding);
+  const thalweg_tensor& s = a.state;
+  p.slots = present(a.read_slots) || present(a.write_slots);
+  p.state = s.dtype;
+  p.k_contiguous = s.stride[3] != 1 && s.stride[2] == 1;
+  const int64_t step = 16 / int64_t(thalweg_dtype_bytes(s.dtype));
+  p.aligned16 = reinterpret_cast<uintptr_t>(s.data) % 16 == 0 && s.stride[0] % step == 0 && s.stride[1] % step == 0 &&
+                s.stride[p.k_contiguous ? 3 : 2] % step == 0;
   return p;
 }
 
@@ -176,6 +184,41 @@ inline bool plan_generic(const Problem& p, const Device&, Plan* plan, std::strin
 inline bool plan_generic_bwd(const Problem& p, const Device&, Plan* plan, std::string*) {
   plan->shared_bytes = round_up(generic_bwd_shared_bytes(p));
   return plan_tasks(p.N * p.H, generic_bwd_slot_bytes(p), plan);
+}
+
+// The CUDA rows: shared_bytes is the whole workspace.
+inline bool plan_cuda_generic(const Problem& p, const Device&, Plan* plan, std::string*) {
+  plan->shared_bytes = spans_workspace(p);
+  return true;
+}
+inline bool plan_cuda_generic_decode(const Problem& p, const Device&, Plan* plan, std::string*) {
+  plan->shared_bytes = slots_workspace(p);
+  return true;
+}
+inline bool plan_cuda_generic_bwd(const Problem& p, const Device& device, Plan* plan, std::string*) {
+  plan->values[0] = device.num_sms;
+  plan->shared_bytes = bwd_layout(p, device.num_sms).bytes;
+  return true;
+}
+
+// Why sm90_decode cannot take the problem; empty if it can.
+inline std::string why_not_sm90_decode(const Problem& p) {
+  const bool wide = p.state == THALWEG_F32;
+  if (p.dtype == THALWEG_F64) return "needs q of f32, bf16 or f16, got f64";
+  if (!wide && p.state != THALWEG_BF16)
+    return std::string("needs a state of f32 or bf16, got ") + thalweg_dtype_name(p.state);
+  if (!p.aligned16) return "needs rows of the state that start at 16 bytes, got others";
+  if (p.K != 64 && p.K != 128 && p.K != 256) return "needs K of 64, 128 or 256, got K = " + std::to_string(p.K);
+  if (p.V % 64 != 0) return "needs V of a multiple of 64, got V = " + std::to_string(p.V);
+  if (p.T > kMaxDrafts) return "needs T of at most 8, got T = " + std::to_string(p.T);
+  return "";
+}
+inline bool plan_sm90_decode(const Problem& p, const Device&, Plan* plan, std::string* why) {
+  plan->shared_bytes = slots_workspace(p);
+  std::string reason = why_not_sm90_decode(p);
+  const bool takes = reason.empty();
+  if (why && !takes) *why = std::move(reason);
+  return takes;
 }
 
 }  // namespace thalweg::delta_rule

@@ -18,6 +18,10 @@ struct Problem {
   double lower_bound;   // 0: the softplus form of the gate
   thalweg_dtype dtype;  // of q, k, v, o
   bool packed;          // cu_seqlens is there
+  bool slots;           // decode: read_slots or write_slots are there
+  bool k_contiguous;    // decode: of the state, not V
+  bool aligned16;       // decode: every row of the state starts at 16 bytes
+  thalweg_dtype state;  // decode: of the state
 };
 
 // Where sequence n starts and ends, as rows of the flattened [B*T] token axis: token r of the

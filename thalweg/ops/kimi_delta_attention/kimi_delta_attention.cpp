@@ -25,6 +25,7 @@ bool plan_chunk_bwd(const Problem& p, const Device& device, Plan* plan, std::str
 }
 
 const Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_generic, cuda_generic_fwd},
     {"cpu_chunk_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_value_heads<avx512::cpu_chunk_fwd_slot_bytes>,
      avx512::cpu_chunk_fwd},
     {"cpu_chunk_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_value_heads<avx2::cpu_chunk_fwd_slot_bytes>,
@@ -39,6 +40,7 @@ const Kernel<Problem, Bwd> kBwdKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_bwd, cpu_generic_bwd},
 };
 const Kernel<Problem, Decode> kDecodeKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_generic_decode, cuda_generic_decode},
     {"cpu_decode_avx512", THALWEG_CPU, Isa::kAvx512, plan_value_heads<avx512::cpu_decode_slot_bytes>,
      avx512::cpu_decode},
     {"cpu_decode_avx2", THALWEG_CPU, Isa::kAvx2, plan_value_heads<avx2::cpu_decode_slot_bytes>, avx2::cpu_decode},

@@ -1,0 +1,85 @@
+// What the plans of the CUDA rows and their launchers both need: how a problem is cut, and where things lie in the
+// workspace. Plain C++.
+#ifndef THALWEG_DELTA_RULE_CUDA_PLAN_H
+#define THALWEG_DELTA_RULE_CUDA_PLAN_H
+
+#include "thalweg/core/exec.h"
+#include "thalweg/delta_rule/problem.h"
+
+namespace thalweg::delta_rule {
+
+inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+inline int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+inline int64_t arithmetic_bytes(const Problem& p) { return p.dtype == THALWEG_F64 ? 8 : 4; }
+
+// How the generic rows hold a state: a column (fixed j of V) in `lanes` lanes, kLaneRows rows of K in each.
+constexpr int64_t kLaneRows = 16;
+struct Columns {
+  int64_t lanes;    // of a column: a power of two
+  int64_t rows;     // lanes * kLaneRows: K, padded
+  int64_t columns;  // of a block
+  int64_t slices;   // blocks' worth of columns in V
+};
+inline Columns columns_of(const Problem& p, int64_t threads) {
+  int64_t lanes = 1;
+  while (lanes * kLaneRows < p.K) lanes *= 2;
+  return {lanes, lanes * kLaneRows, threads / lanes, parts_of(p.V, threads / lanes)};
+}
+
+// Of the spans of packed sequences (cuda::Span).
+inline int64_t spans_workspace(const Problem& p) { return p.packed ? up_to(p.N * 24, 64) : 0; }
+
+constexpr int64_t kMaxDrafts = 8;  // tokens that sm90_decode takes in one call
+
+// ---- Decode: the uses of every slot (cuda_slots.cuh) ----
+
+struct SlotUse {
+  int32_t writes;       // how many, at most 2
+  int32_t first, last;  // lowest and highest sequence that reads or writes it
+};
+inline int64_t slots_workspace(const Problem& p) { return p.slots ? up_to(p.M * int64_t(sizeof(SlotUse)), 64) : 0; }
+
+// ---- Generic backward ----
+
+constexpr int64_t kBwdThreads = 256;
+constexpr int64_t kBwdPiece = 64;   // tokens between checkpoints
+constexpr int64_t kGateChunk = 32;  // rows whose gate gradients one block sums
+
+// Tasks are (sequence, value head, group of slices); a task takes the slices of its group one after another and adds
+// up what it finds for d_q, d_k, d_g, d_beta.
+struct BwdLayout {
+  Columns cut;
+  int64_t groups, tasks, blocks;
+  int64_t entry;  // numbers per token, head and group: d_q [rows], d_k [rows], d_g [gates], d_beta
+  int64_t gates;  // decays of a token: 1, or rows
+  int64_t chunks, state;  // gate chunks; numbers of a block's slice of a state
+  int64_t kinds_at, checkpoints_at, states_at, partial_at, sums_at, bytes;  // offsets; the spans are first
+};
+inline BwdLayout bwd_layout(const Problem& p, int64_t num_sms) {
+  BwdLayout l{};
+  l.cut = columns_of(p, kBwdThreads);
+  const int64_t heads = p.N * p.HV, bytes = arithmetic_bytes(p), tokens = p.B * p.T;
+  l.groups = heads > 0 ? parts_of(num_sms, heads) : 1;
+  if (l.groups > l.cut.slices) l.groups = l.cut.slices;
+  l.tasks = heads * l.groups;
+  l.blocks = l.tasks < 2 * num_sms ? l.tasks : 2 * num_sms;
+  l.gates = p.channels == 1 ? 1 : l.cut.rows;
+  l.entry = 2 * l.cut.rows + l.gates + 1;
+  l.chunks = parts_of(tokens, kGateChunk);
+  l.state = kBwdThreads * kLaneRows;
+  l.bytes = spans_workspace(p);
+  auto take = [&](int64_t n, int64_t size) {
+    const int64_t from = l.bytes;
+    l.bytes += up_to(n * size, 64);
+    return from;
+  };
+  l.kinds_at = take(p.packed ? tokens : 0, 4);
+  l.checkpoints_at = take((tokens / kBwdPiece + p.N) * p.HV * l.groups * l.state, bytes);
+  l.states_at = take(l.blocks * kBwdPiece * l.state, bytes);
+  l.partial_at = take(tokens * p.HV * l.groups * l.entry, bytes);
+  l.sums_at = take(l.chunks * p.HV * (1 + p.channels), 8);
+  return l;
+}
+
+}  // namespace thalweg::delta_rule
+#endif

@@ -1,0 +1,107 @@
+// What one token of a value head brings, on the device: q and k with their norms, the decay, beta. The device's
+// twin of generic.h; A is the arithmetic, float or double.
+#ifndef THALWEG_DELTA_RULE_CUDA_TOKENS_CUH
+#define THALWEG_DELTA_RULE_CUDA_TOKENS_CUH
+
+#include "thalweg/cuda/tensor.cuh"
+#include "thalweg/cuda/values.cuh"
+#include "thalweg/delta_rule/cuda_plan.h"
+
+namespace thalweg::delta_rule {
+namespace {
+
+using cuda::is_there;
+using cuda::load_at;
+using cuda::store_at;
+using cuda::warp_sum;
+
+// Where element 0 of (b, t, head) of a [B T heads ..] tensor lies.
+__device__ inline int64_t token_at(const thalweg_tensor& t, int64_t b, int64_t token, int64_t head) {
+  return b * t.stride[0] + token * t.stride[1] + head * t.stride[2];
+}
+
+template <class A>
+__device__ A sigmoid(A x) {
+  if (x >= 0) return 1 / (1 + exp(-x));
+  const A e = exp(x);
+  return e / (1 + e);
+}
+
+// exp(g) applied to a row: where g is near 0, x + loss x, whose error does not add up over a constant gate.
+template <class A>
+struct Decay {
+  A factor;  // loss = exp(g) - 1 if `near`, else exp(g)
+  A near;    // 1 or 0
+};
+template <class A>
+__device__ A decayed(A x, Decay<A> d) {
+  return fma(x, d.factor, d.near != 0 ? x : A(0));
+}
+
+// The gate of one channel.
+template <class A>
+struct Gate {
+  A x;      // as given, with its bias
+  A g;      // effective
+  A slope;  // dg / dx
+};
+
+template <class A, class Args>
+__device__ Gate<A> load_gate(const Problem& p, const Args& a, int64_t b, int64_t t, int64_t hv, int64_t c) {
+  if (!is_there(a.g)) return {0, 0, 1};
+  A x = load_at<A>(a.g, token_at(a.g, b, t, hv) + (p.channels > 1 ? c * a.g.stride[3] : 0));
+  if (!a.use_gate) return {x, x, 1};
+  if (is_there(a.dt_bias))
+    x += load_at<A>(a.dt_bias, hv * a.dt_bias.stride[0] + (p.channels > 1 ? c * a.dt_bias.stride[1] : 0));
+  constexpr A kMost = sizeof(A) == 8 ? A(1.7976931348623157e308) : A(3.40282347e38f);
+  A rate = 1;
+  // Kept finite: infinity times a softplus of 0 would be NaN.
+  if (is_there(a.A_log)) rate = fmin(exp(load_at<A>(a.A_log, hv * a.A_log.stride[0])), kMost);
+  const A bound = fmax(A(p.lower_bound), -kMost);
+  if (bound == 0) return {x, -rate * (x > 20 ? x : log1p(exp(x))), -rate * (x > 20 ? A(1) : sigmoid(x))};
+  const A s = sigmoid(rate * x);
+  return {x, bound * s, bound * (s * sigmoid(-rate * x)) * rate};
+}
+
+template <class A>
+__device__ Decay<A> decay_of(A g) {
+  const A loss = expm1(g);
+  if (loss > A(-0.25)) return {loss, 1};
+  return {exp(g), 0};
+}
+
+template <class A>
+struct Beta {
+  A value, slope;  // effective; its derivative by beta as given
+};
+template <class A, class Args>
+__device__ Beta<A> load_beta(const Args& a, int64_t b, int64_t t, int64_t hv) {
+  A x = 1;
+  if (is_there(a.beta)) x = load_at<A>(a.beta, token_at(a.beta, b, t, hv));
+  if (!a.use_beta_sigmoid) return {x, 1};
+  const A most = a.allow_neg_eigval ? 2 : 1, s = sigmoid(x);
+  return {most * s, most * s * sigmoid(-x)};
+}
+
+// One warp: q (times scale) and k of a token, normed, into q and k [rows], zero from K on.
+template <class A, class Args>
+__device__ void load_keys(const Problem& p, const Args& a, int64_t b, int64_t t, int64_t h, int rows, A* q, A* k) {
+  const int lane = threadIdx.x % 32;
+  const int64_t from_q = token_at(a.q, b, t, h), from_k = token_at(a.k, b, t, h);
+  A qq = 0, kk = 0;
+  for (int i = lane; i < rows; i += 32) {
+    const A x = i < p.K ? load_at<A>(a.q, from_q + i) : A(0), y = i < p.K ? load_at<A>(a.k, from_k + i) : A(0);
+    q[i] = x, k[i] = y;
+    qq += x * x, kk += y * y;
+  }
+  A of_q = A(p.scale), of_k = 1;
+  if (a.use_qk_l2norm) {
+    of_q *= 1 / sqrt(warp_sum(qq) + A(1e-6));
+    of_k = 1 / sqrt(warp_sum(kk) + A(1e-6));
+  }
+  for (int i = lane; i < rows; i += 32) q[i] *= of_q, k[i] *= of_k;
+}
+
+}  // namespace
+}  // namespace thalweg::delta_rule
+#endif
