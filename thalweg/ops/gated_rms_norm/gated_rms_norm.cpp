@@ -145,12 +145,24 @@ bool plan_vec_bwd(const Problem& p, const Device& device, Plan* plan, std::strin
   return true;
 }
 
+bool plan_cuda_fwd(const Problem&, const Device&, Plan* plan, std::string*) {
+  plan->shared_bytes = 0;
+  return true;
+}
+
+bool plan_cuda_bwd(const Problem& p, const Device&, Plan* plan, std::string*) {
+  plan->shared_bytes = p.sums ? cuda_sums_of(p).end : 0;
+  return true;
+}
+
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_fwd, cuda_generic_fwd},
     {"cpu_vec_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_fwd, avx512::cpu_vec_fwd},
     {"cpu_vec_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_fwd, avx2::cpu_vec_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_fwd, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_bwd, cuda_generic_bwd},
     {"cpu_vec_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_bwd, avx512::cpu_vec_bwd},
     {"cpu_vec_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_bwd, avx2::cpu_vec_bwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_bwd, cpu_generic_bwd},

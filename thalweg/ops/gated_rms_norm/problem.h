@@ -53,5 +53,27 @@ void cpu_vec_fwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_fwd_a
 void cpu_vec_bwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_bwd_args&, const Exec&);
 }  // namespace avx512
 
+// CUDA, backward with sums: workspace of the partial sums, float64 [blocks][D], then rstd [M]. Blocks of at least 64
+// rows, at most 1024 and about 4 M sums: by sizes alone, the same for every row of the table.
+struct CudaSums {
+  int64_t block, num_blocks;  // rows of a block
+  int64_t rstd, end;          // in bytes
+};
+namespace {  // a copy for each file: some are compiled per instruction set
+inline CudaSums cuda_sums_of(const Problem& p) {
+  const int64_t fit = (int64_t(1) << 22) / (p.D < 1 ? 1 : p.D), most = fit < 1 ? 1 : fit > 1024 ? 1024 : fit;
+  CudaSums s;
+  s.block = (p.M + most - 1) / most < 64 ? 64 : (p.M + most - 1) / most;
+  s.num_blocks = (p.M + s.block - 1) / s.block;
+  s.rstd = (s.num_blocks * p.D * 8 + 63) / 64 * 64;
+  s.end = (s.rstd + p.M * (p.dtype == THALWEG_F64 ? 8 : 4) + 63) / 64 * 64;
+  return s;
+}
+}  // namespace
+
+// cuda_generic.cu: any dtype, any strides.
+void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_fwd_args&, const Exec&);
+void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_bwd_args&, const Exec&);
+
 }  // namespace thalweg::gated_rms_norm
 #endif

@@ -44,6 +44,25 @@ inline Shared shared_of(const Problem& p, int64_t gate_bytes, int64_t bias_bytes
   return s;
 }
 
+// CUDA, backward: workspace of the partial sums, float64, [blocks][HV][K] of d_dt_bias and [blocks][chunks][HV] of
+// d_A_log. Blocks of at least 64 tokens, at most 1024 and about 4 M sums: by sizes alone, the same for every row.
+struct CudaSums {
+  int64_t block, num_blocks;  // tokens of a block
+  int64_t chunks;             // of at most 256 channels
+  int64_t heads, end;         // in bytes
+};
+inline CudaSums cuda_sums_of(const Problem& p) {
+  const int64_t columns = p.HV * p.K < 1 ? 1 : p.HV * p.K;
+  const int64_t fit = (int64_t(1) << 22) / columns, most = fit < 1 ? 1 : fit > 1024 ? 1024 : fit;
+  CudaSums s;
+  s.block = ceil_div(num_tokens(p), most) < 64 ? 64 : ceil_div(num_tokens(p), most);
+  s.num_blocks = ceil_div(num_tokens(p), s.block);
+  s.chunks = ceil_div(p.K, 256);
+  s.heads = p.channel_sums ? ceil_div(s.num_blocks * p.HV * p.K * 8, 64) * 64 : 0;
+  s.end = s.heads + (p.head_sums ? ceil_div(s.num_blocks * s.chunks * p.HV * 8, 64) * 64 : 0);
+  return s;
+}
+
 }  // namespace
 
 // Tokens of a block of partial sums: by sizes alone, so that sums do not depend on threads. At most 64 blocks and,
@@ -71,6 +90,10 @@ namespace avx512 {
 void cpu_vec_fwd(const Problem&, const Plan&, const thalweg_kda_gate_fwd_args&, const Exec&);
 void cpu_vec_bwd(const Problem&, const Plan&, const thalweg_kda_gate_bwd_args&, const Exec&);
 }  // namespace avx512
+
+// cuda_generic.cu: any dtype, any strides.
+void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_kda_gate_fwd_args&, const Exec&);
+void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_kda_gate_bwd_args&, const Exec&);
 
 }  // namespace thalweg::kda_gate
 #endif

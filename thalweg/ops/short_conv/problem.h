@@ -90,5 +90,32 @@ void cpu_vec_bwd(const Problem&, const Plan&, const thalweg_short_conv_bwd_args&
 void cpu_vec_decode(const Problem&, const Plan&, const thalweg_short_conv_decode_args&, const Exec&);
 }  // namespace avx512
 
+// CUDA: the shared workspace. Spans of packed sequences; backward the partial sums [blocks][W + 1][D] (row W: bias),
+// float64 or, where x is not, float32. Blocks of at least 128 tokens, at most 1024 and about 4 M sums: by sizes alone,
+// the same for every row of the table.
+struct CudaLayout {
+  int64_t block, num_blocks;  // tokens of a block of sums
+  int64_t partials, end;      // in bytes
+};
+namespace {  // a copy for each file: some are compiled per instruction set
+inline CudaLayout cuda_layout_of(const Problem& p) {
+  constexpr int64_t kSpanBytes = 24;  // of cuda::Span
+  const int64_t tokens = p.B * p.T, columns = (p.W + 1) * (p.D < 1 ? 1 : p.D);
+  const int64_t fit = (int64_t(1) << 22) / columns, most = fit < 1 ? 1 : fit > 1024 ? 1024 : fit;
+  CudaLayout at;
+  at.block = (tokens + most - 1) / most < 128 ? 128 : (tokens + most - 1) / most;
+  at.num_blocks = (tokens + at.block - 1) / at.block;
+  at.partials = p.packed ? (p.N * kSpanBytes + 63) / 64 * 64 : 0;
+  const int64_t bytes = p.sums ? at.num_blocks * (p.W + 1) * p.D * (p.dtype == THALWEG_F64 ? 8 : 4) : 0;
+  at.end = at.partials + (bytes + 63) / 64 * 64;
+  return at;
+}
+}  // namespace
+
+// cuda_generic_fwd.cu, cuda_generic_bwd.cu: any dtype, any strides.
+void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_short_conv_fwd_args&, const Exec&);
+void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_short_conv_bwd_args&, const Exec&);
+void cuda_generic_decode(const Problem&, const Plan&, const thalweg_short_conv_decode_args&, const Exec&);
+
 }  // namespace thalweg::short_conv
 #endif

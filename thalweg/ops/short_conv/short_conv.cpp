@@ -192,17 +192,25 @@ bool plan_vec_decode(const Problem& p, const Device&, Plan* plan, std::string* w
   return true;
 }
 
+bool plan_cuda(const Problem& p, const Device&, Plan* plan, std::string*) {
+  plan->shared_bytes = cuda_layout_of(p).end;
+  return true;
+}
+
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda, cuda_generic_fwd},
     {"cpu_vec_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_fwd, avx512::cpu_vec_fwd},
     {"cpu_vec_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_fwd, avx2::cpu_vec_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda, cuda_generic_bwd},
     {"cpu_vec_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_bwd, avx512::cpu_vec_bwd},
     {"cpu_vec_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_bwd, avx2::cpu_vec_bwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_bwd, cpu_generic_bwd},
 };
 constexpr Kernel<Problem, Decode> kDecodeKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda, cuda_generic_decode},
     {"cpu_vec_decode_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_decode, avx512::cpu_vec_decode},
     {"cpu_vec_decode_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_decode, avx2::cpu_vec_decode},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_decode},
