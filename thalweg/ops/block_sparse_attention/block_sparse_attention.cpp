@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "thalweg/core/kernel.h"
+#include "thalweg/ops/block_sparse_attention/cuda_workspace.h"
 #include "thalweg/ops/block_sparse_attention/problem.h"
 
 namespace thalweg {
@@ -129,7 +130,7 @@ void check_tokens(const thalweg_pass& pass, const Args& args, const Sizes& sizes
                present(cu) ? "cu_seqlens" : "cu_seqlens_k");
   check_sequences(pass, sizes, cu, binding);
   p->longest_q = p->T, p->longest_k = p->S;
-  if (binding == Binding::kQuery) return;
+  if (binding != Binding::kRun) return;
   if (p->packed) check_borders(pass, "cu_seqlens_k", cu_k, "S", sizes);
   check_lengths(pass, "q_lens", args.q_lens, cu, p->T);
   check_lengths(pass, "k_lens", args.k_lens, cu_k, p->S);
@@ -227,12 +228,20 @@ bool plan_flash(const Problem& p, const Device&, Plan* plan, std::string* why) {
   return true;
 }
 
+template <bool backward>
+bool plan_cuda(const Problem& p, const Device&, Plan* plan, std::string*) {
+  plan->shared_bytes = lay_out_cuda(p, backward, nullptr).bytes;
+  return true;
+}
+
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<false>, cuda_generic_fwd},
     {"cpu_flash_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash<avx512::plan_flash_fwd>, avx512::cpu_flash_fwd},
     {"cpu_flash_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash<avx2::plan_flash_fwd>, avx2::cpu_flash_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_any<plan_generic_fwd>, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<true>, cuda_generic_bwd},
     {"cpu_flash_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash<avx512::plan_flash_bwd>, avx512::cpu_flash_bwd},
     {"cpu_flash_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash<avx2::plan_flash_bwd>, avx2::cpu_flash_bwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_any<plan_generic_bwd>, cpu_generic_bwd},

@@ -40,6 +40,8 @@ void cpu_generic_fwd(const Problem&, const Plan&, const thalweg_block_sparse_att
 void cpu_generic_bwd(const Problem&, const Plan&, const thalweg_block_sparse_attention_bwd_args&, const Exec&);
 void plan_generic_fwd(const Problem&, Plan*);
 void plan_generic_bwd(const Problem&, Plan*);
+void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_block_sparse_attention_fwd_args&, const Exec&);
+void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_block_sparse_attention_bwd_args&, const Exec&);
 
 // The same files, compiled per instruction set (cpu_flash_fwd.cpp, cpu_flash_bwd.cpp). plan_*: the workspace.
 namespace avx2 {
