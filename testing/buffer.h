@@ -33,6 +33,9 @@ class Buffer {
 
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
+  // All that is readable, canaries included.
+  char* low() const { return low_; }
+  size_t readable_bytes() const { return size_t(high_ - low_); }
   bool sparse() const { return bytes_ > kSparseBytes; }
   // "" or "byte <i> before its start|past its end was written".
   std::string check_outside() const;

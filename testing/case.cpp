@@ -80,6 +80,7 @@ bool take_option(Case* c, const std::string& op, const std::string& token) {
   std::string value = equals == std::string::npos ? "" : token.substr(equals + 1);
   int64_t number = 0;
   if (name == "kernel") return c->kernel = value, true;
+  if (token == "cuda") return c->cuda = true;
   if (name == "seed" || name == "threads") {
     if (!parse_integer(value, &number) || number < 0) bad_token(op, token, "value", value, "an integer >= 0");
     if (name == "seed") c->seed = uint64_t(number);
@@ -247,7 +248,7 @@ Case parse_tokens(const thalweg_pass& pass, std::string_view text, bool shared) 
       for (int64_t i = 0; i < pass.num_fields; ++i) fields.push_back(pass.fields[i].name);
       bad_token(where, token, "unknown", token,
                 "a dtype, a size (" + joined(size_names(pass)) + "), a field (" + joined(fields) +
-                    "), state, varlen, guard, kernel, seed, threads" + (knob_names(pass).empty() ? "" : ", or a knob (" + joined(knob_names(pass)) + ")"));
+                    "), state, varlen, guard, kernel, seed, threads, cuda" + (knob_names(pass).empty() ? "" : ", or a knob (" + joined(knob_names(pass)) + ")"));
     }
   }
   take_main_dtype(&c);
@@ -266,6 +267,15 @@ Case parse_case(std::string_view text) {
   }
   throw std::invalid_argument("case '" + std::string(text) + "': pass, got '" + head + "', expected one of " + known);
 }
+
+bool is_cuda_row(const thalweg_pass& pass, const std::string& kernel) {
+  const char* isa = "";
+  for (int64_t i = 0; const char* row = pass.kernel_at(i, &isa); ++i)
+    if (kernel == row) return std::string_view(isa) == "sm_90a";
+  return false;
+}
+
+bool on_cuda(const Case& c) { return c.cuda || is_cuda_row(*c.pass, c.kernel); }
 
 double Case::number(const std::string& option, double otherwise) const {
   auto it = options.find(option);
@@ -296,6 +306,7 @@ std::string Case::text() const {
   if (!kernel.empty()) text += ",kernel=" + kernel;
   if (seed != 42) text += ",seed=" + std::to_string(seed);
   if (threads != 0) text += ",threads=" + std::to_string(threads);
+  if (cuda) text += ",cuda";
   return text;
 }
 

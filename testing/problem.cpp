@@ -7,6 +7,7 @@
 
 #include "testing/buffer.h"
 #include "testing/case.h"
+#include "testing/device.h"
 #include "testing/fields.h"
 #include "thalweg/core/fail.h"
 
@@ -74,6 +75,7 @@ Guard guard_of(const Case& c) {
 struct Storage {
   const thalweg_field* field = nullptr;
   Buffer buffer;
+  DeviceMemory mirror;        // CUDA: of the whole buffer, canaries included
   thalweg_tensor first;       // the view at creation: tests may tamper with the args struct's
   std::vector<char> expected; // bytes of the buffer before the call; empty when sparse
 };
@@ -87,13 +89,54 @@ struct Problem::Impl {
   std::map<std::string, Values> inputs;
   thalweg_context context{};
   Buffer workspace;
+  std::vector<char> device_args;  // CUDA: args whose tensors point at the mirrors
+  DeviceMemory device_workspace, device_report;
+  int32_t report[4] = {};
 
   thalweg_tensor& tensor(const thalweg_field& field) { return *reinterpret_cast<thalweg_tensor*>(args.data() + field.offset); }
   void allocate(const thalweg_field& field);
   void set_options();
   void fill();
   void write(const std::string& name, const Values& values);
+  void upload();
+  void download();
 };
+
+// Where `data` of the host lies in the mirror; what points elsewhere (a test's doing) stays as it is.
+char* mirrored(const Buffer& host, const DeviceMemory& mirror, void* data) {
+  char* at = static_cast<char*>(data);
+  return at >= host.low() && at <= host.low() + host.readable_bytes() ? mirror.data() + (at - host.low()) : at;
+}
+
+DeviceMemory mirror_of(const Buffer& host) {
+  DeviceMemory mirror(host.readable_bytes());
+  mirror.upload(host.low(), host.readable_bytes());
+  return mirror;
+}
+
+void Problem::Impl::upload() {
+  for (auto& [name, s] : storage) {
+    if (!s.mirror.data()) s.mirror = DeviceMemory(s.buffer.readable_bytes());
+    s.mirror.upload(s.buffer.low(), s.buffer.readable_bytes());
+  }
+  device_args = args;
+  for (auto& [name, s] : storage) {
+    auto& t = *reinterpret_cast<thalweg_tensor*>(device_args.data() + s.field->offset);
+    t.data = t.data ? mirrored(s.buffer, s.mirror, t.data) : nullptr;
+    if (t.device_type == 0) t.device_type = THALWEG_CUDA;
+  }
+  std::fill_n(report, 4, 0);
+  if (!device_report.data()) device_report = DeviceMemory(sizeof report);
+  device_report.upload(report, sizeof report);
+  context.report = reinterpret_cast<int32_t*>(device_report.data());
+}
+
+void Problem::Impl::download() {
+  synchronize_device();
+  for (auto& [name, s] : storage) s.mirror.download(s.buffer.low(), s.buffer.readable_bytes());
+  if (device_workspace.data()) device_workspace.download(workspace.low(), workspace.readable_bytes());
+  device_report.download(report, sizeof report);
+}
 
 void Problem::Impl::allocate(const thalweg_field& field) {
   int64_t offset = 0, low, high;
@@ -232,14 +275,32 @@ thalweg_status Problem::call() {
   thalweg_context& ctx = context();
   ctx.workspace = nullptr;
   ctx.workspace_bytes = 0;
+  const bool cuda = on_cuda(impl_->c);
+  void* call_args = cuda ? device_args() : args();
   size_t bytes = 0;
-  thalweg_status status = pass.workspace(args(), &ctx, &bytes);
+  thalweg_status status = pass.workspace(call_args, &ctx, &bytes);
   if (status != THALWEG_OK) return status;
   if (bytes != impl_->workspace.bytes() || !impl_->workspace.data()) impl_->workspace = Buffer(bytes, 0, Guard::kCanary);
   poison(impl_->workspace.data(), bytes);
   ctx.workspace = impl_->workspace.data();
   ctx.workspace_bytes = bytes;
-  return pass.call(args(), &ctx);
+  if (!cuda) return pass.call(call_args, &ctx);
+  impl_->device_workspace = mirror_of(impl_->workspace);
+  ctx.workspace = mirrored(impl_->workspace, impl_->device_workspace, impl_->workspace.data());
+  status = pass.call(call_args, &ctx);
+  impl_->download();
+  return status;
+}
+
+void* Problem::device_args() {
+  impl_->upload();
+  return impl_->device_args.data();
+}
+
+std::string Problem::report() const {
+  char text[400] = "";
+  throw_on_error(thalweg_report_text(impl_->c.pass, impl_->report, text, sizeof text));
+  return text;
 }
 
 void Problem::poison_outputs() {
@@ -301,7 +362,11 @@ std::string Problem::kernel() const {
   std::vector<char> text(1 << 16);
   thalweg_context ctx = impl_->context;
   ctx.kernel = impl_->c.kernel.empty() ? nullptr : impl_->c.kernel.c_str();
-  throw_on_error(impl_->c.pass->explain(impl_->args.data(), &ctx, text.data(), text.size()));
+  std::vector<char> args = impl_->args;
+  if (on_cuda(impl_->c))
+    for (const auto& [name, s] : impl_->storage)
+      reinterpret_cast<thalweg_tensor*>(args.data() + s.field->offset)->device_type = THALWEG_CUDA;
+  throw_on_error(impl_->c.pass->explain(args.data(), &ctx, text.data(), text.size()));
   for (const std::string& line : split(text.data(), '\n')) {
     size_t colon = line.find(": runs");
     if (colon != std::string::npos && line[0] != ' ') return line.substr(0, colon);

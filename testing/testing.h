@@ -19,7 +19,7 @@ namespace thalweg::testing {
 // Tokens: a dtype; <size name><number>; an optional tensor's name (it is present; the word `state` means
 // every optional tensor whose dims are [N ...] and a state's); <tensor>=[dtype][@layout]...;
 // <option>=<value>; varlen=<lengths joined by +>; fill knobs of the operator; guard=, kernel=, seed=,
-// threads=. Layouts: @0213 (axes in the order they are stored, outermost first), @gap (rows padded apart),
+// threads=; cuda (the tensors lie on the GPU, as they do too when kernel= names a CUDA row). Layouts: @0213 (axes in the order they are stored, outermost first), @gap (rows padded apart),
 // @s<strides joined by _>, @off<n> (the first element n elements off alignment); for slots @pad (some -1).
 struct Case {
   const thalweg_pass* pass = nullptr;
@@ -29,6 +29,7 @@ struct Case {
   std::string kernel;                          // "" = the library's choice
   uint64_t seed = 42;
   int64_t threads = 0;
+  bool cuda = false;
 
   bool has(const std::string& option) const { return options.count(option) != 0; }
   double number(const std::string& option, double otherwise) const;
@@ -39,6 +40,11 @@ struct Case {
 
 // Throws std::invalid_argument that names the token, what was got and what was expected.
 Case parse_case(std::string_view text);
+
+// Whether the tensors of a case lie on the GPU: it says so, or its kernel is a CUDA row.
+bool on_cuda(const Case&);
+// Whether row `kernel` of the pass runs on CUDA; false when there is no such row.
+bool is_cuda_row(const thalweg_pass& pass, const std::string& kernel);
 
 // Cases named on a command line: a case string, a file of them, or @set, op@set, op.pass@set. A set's
 // cases stand in thalweg/ops/<op>/cases.txt (compiled in), under a line "[set]", one a line, '#' opens a
@@ -136,7 +142,11 @@ class Problem {
   const Case& spec_case() const;
   void* args();                        // the pass's args struct
   thalweg_context& context();          // forced kernel, threads; workspace poisoned, exactly as queried
-  thalweg_status call();               // fills args and context, calls the pass
+  thalweg_status call();               // fills args and context, calls the pass; on CUDA copies there and back, and waits
+  // Copies of a CUDA case: its memory, guards included, to the device, and the args that point there. Calls with
+  // device_args() are the caller's own; the context's workspace is on the device too.
+  void* device_args();
+  std::string report() const;          // CUDA: words for what the last call found in the tensors, "" for nothing
   void poison_outputs();               // NaN again; inout tensors back to their first values
   thalweg_tensor& tensor(const std::string& field);    // in the args struct; tests may tamper with it
   void set(const std::string& field, const Values&);   // other values of an input or inout, rounded to its dtype

@@ -7,6 +7,7 @@
 
 #include "testing/case.h"
 #include "testing/compare.h"
+#include "testing/device.h"
 #include "testing/fields.h"
 
 namespace thalweg::testing {
@@ -140,6 +141,12 @@ Verdict verify_with(Case c, Oracle* oracle) {
   verdict.kernel = c.kernel;
   verdict.status = "failed";
   auto start = std::chrono::steady_clock::now();
+  if (on_cuda(c) && !why_no_device().empty()) {
+    verdict.status = "skipped";
+    verdict.isa = isa_of(*c.pass, c.kernel);
+    verdict.reason = c.kernel + ": needs a GPU: " + why_no_device();
+    return verdict;
+  }
   try {
     Problem problem(c);
     if (c.kernel.empty()) c.kernel = verdict.kernel = problem.kernel();
@@ -151,6 +158,7 @@ Verdict verify_with(Case c, Oracle* oracle) {
       return verdict;
     }
     verdict.reason = problem.check_guards();
+    if (verdict.reason.empty()) verdict.reason = problem.report();
     fill_oracle(problem, oracle);
     compare_outputs(problem, c, oracle, &verdict);
     if (verdict.reason.empty() && nothing_to_compare(c, *oracle))
@@ -187,6 +195,7 @@ std::vector<Verdict> verify_all_kernels(const Case& c) {
   std::vector<Verdict> verdicts;
   Oracle oracle;
   for (int64_t i = 0; const char* row = c.pass->kernel_at(i, nullptr); ++i) {
+    if (c.cuda && !is_cuda_row(*c.pass, row)) continue;
     Case forced = c;
     forced.kernel = row;
     verdicts.push_back(verify_with(forced, &oracle));

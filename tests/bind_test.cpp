@@ -220,9 +220,13 @@ void test_data(const thalweg_pass& pass) {
 }
 
 void test_device(const thalweg_pass& pass) {
-  for_each_tensor(pass, [](Problem& problem, const thalweg_field& field) {
+  std::string first;  // says where the call is
+  for_each_tensor(pass, [&](Problem& problem, const thalweg_field& field) {
+    if (first.empty()) first = tt::tensor_fields(*problem.spec_case().pass).front()->name;
+    problem.tensor(field.name).device_type = 7;
+    expect_refusal(problem, field.name, "device, got type 7, expected the CPU (1) or CUDA (2)");
     problem.tensor(field.name).device_type = THALWEG_CUDA;
-    expect_refusal(problem, field.name, "device, got type 2, expected the CPU (1)");
+    if (field.name != first) expect_refusal(problem, field.name, "device, got cuda:0, expected the CPU (from " + first + ")");
     problem.tensor(field.name).device_type = 0;  // a zeroed tensor means the CPU
     run(problem);
   });

@@ -23,7 +23,7 @@ using Outputs = std::map<std::string, Values>;
 std::vector<const thalweg_pass*> all_passes();
 const thalweg_pass* find_pass(const std::string& name);  // "<op>.<pass>", nullptr when the library lacks it
 bool has_pass(const std::string& name);
-std::vector<std::string> kernel_rows(const thalweg_pass& pass);
+std::vector<std::string> kernel_rows(const thalweg_pass& pass);  // without CUDA rows where there is no GPU
 std::string kernel_isa(const thalweg_pass& pass, const std::string& row);
 bool machine_has(const std::string& isa);
 

@@ -47,7 +47,9 @@ Args::Args(const testing::Case& c) : Args(*c.pass) {
     const thalweg_field& field = pass_->fields[i];
     if (field.kind == THALWEG_TENSOR) {
       int64_t offset = 0;
-      if (testing::is_present(c, field)) tensor(field) = testing::layout_in(c, field, &offset);
+      if (!testing::is_present(c, field)) continue;
+      tensor(field) = testing::layout_in(c, field, &offset);
+      if (testing::on_cuda(c)) tensor(field).device_type = THALWEG_CUDA;
     } else if (c.has(field.name)) {
       set(field, c.options.at(field.name));
     }

@@ -27,8 +27,10 @@ Json base_record(const testing::Case& c, const std::string& kernel, const Option
   Json r;
   r["case"] = c.text();
   r["kernel"] = kernel;
-  r["backend"] = "cpu";
-  r["isa"] = isa_name(kernel_isa(*c.pass, kernel));
+  const bool cuda = testing::on_cuda(c);
+  r["backend"] = cuda ? "cuda" : "cpu";
+  r["isa"] = cuda ? "sm_90a" : isa_name(kernel_isa(*c.pass, kernel));
+  if (cuda) r["gpu"] = testing::device_name();
   r["threads"] = threads_of(c);
   r["buffers"] = options.warm ? "warm" : "cold";
   r["processes"] = options.processes;
@@ -50,13 +52,31 @@ void sample_roofs(Roofs& roofs, const testing::Work& work) {
   if (std::string_view(work.roof) == "exp_log") roofs.sample_exp_log();
 }
 
-void add_rates(Json& r, const testing::Case& c, const testing::Work& work, double median_us, const Roofs* roofs) {
+void add_work(Json& r, const testing::Case& c, const testing::Work& work, double median_us) {
   r["flops"] = work.flops;
   r["bytes"] = work.bytes;
   r["workspace_bytes"] = workspace_of(c);
   r["gflops"] = work.flops / median_us * 1e-3;
   r["gbs"] = work.bytes / median_us * 1e-3;
   r["roof"] = work.roof;
+}
+
+// The share of what the GPU could do: of its matrix units' rate where arithmetic bounds a 16-bit case, else of a copy.
+void add_device_rates(Json& r, const testing::Case& c, const testing::Work& work, double median_us) {
+  add_work(r, c, work, median_us);
+  const DeviceRoofs& roofs = device_roofs();
+  const double floor_flops = work.flops / roofs.bf16_gflops, floor_bytes = work.bytes / roofs.copy_gbs;
+  const bool products = floor_flops > floor_bytes;
+  r["roof"] = products ? "bf16" : "copy";
+  r["roof_isa"] = "sm_90a";
+  r["roof_value"] = products ? roofs.bf16_gflops : roofs.copy_gbs;
+  r["roof_share"] = std::max(floor_flops, floor_bytes) * 1e-3 / median_us;
+  r["bf16_gflops"] = roofs.bf16_gflops;
+  r["copy_gbs"] = roofs.copy_gbs;
+}
+
+void add_rates(Json& r, const testing::Case& c, const testing::Work& work, double median_us, const Roofs* roofs) {
+  add_work(r, c, work, median_us);
   if (!roofs) {
     r["roof_value"] = r["roof_share"] = nullptr;
     return;
@@ -76,11 +96,25 @@ void add_rates(Json& r, const testing::Case& c, const testing::Work& work, doubl
   if (kind == "exp_log") r["exp_log_gbs"] = roofs->exp_log_gbs();
 }
 
+void add_timing(Json& r, const Timing& t, const Runner& runner) {
+  r["median_us"] = t.median_us;
+  r["spread"] = number_json(t.spread);
+  r["min_us"] = t.min_us;
+  r["samples"] = t.samples;
+  r["copies"] = runner.copies();
+}
+
 // In this process, without verification.
 Json measure_here(const testing::Case& c, const Options& options) {
   testing::Work work = testing::spec_of(*c.pass).work(c);
   Runner runner(c, !options.warm);
   Json r = base_record(c, runner.kernel(), options);
+  if (runner.on_cuda()) {
+    Timing t = time_case(runner, options.seconds);
+    add_timing(r, t, runner);
+    add_device_rates(r, c, work, t.median_us);
+    return r;
+  }
   Isa isa;
   std::unique_ptr<Roofs> roofs;
   if (roof_isa(kernel_isa(*c.pass, runner.kernel()), &isa)) {
@@ -89,11 +123,7 @@ Json measure_here(const testing::Case& c, const Options& options) {
   }
   Timing t = time_case(runner, options.seconds);
   if (roofs) sample_roofs(*roofs, work);
-  r["median_us"] = t.median_us;
-  r["spread"] = number_json(t.spread);
-  r["min_us"] = t.min_us;
-  r["samples"] = t.samples;
-  r["copies"] = runner.copies();
+  add_timing(r, t, runner);
   add_rates(r, c, work, t.median_us, roofs.get());
   return r;
 }
@@ -183,6 +213,7 @@ bool verifies(const testing::Case& c, Progress& progress) {
 std::string roof_text(const Json& r) {
   if (!r["roof_value"].is_number()) return "no roof measured";
   std::string kind = r["roof"];
+  if (kind == "bf16") return fmt::format("bf16 products {:.1f} TFLOP/s", r["roof_value"].get<double>() * 1e-3);
   return fmt::format("{} {:.1f} {}", kind == "fma" ? "fma " + r["roof_isa"].get<std::string>() : kind, r["roof_value"].get<double>(), kind == "fma" ? "GFLOP/s" : "GB/s");
 }
 

@@ -9,6 +9,7 @@ void add_case_options(CLI::App& app, CaseOptions& options, bool required) {
   app.add_option("--isa", options.isa, "Lower the instruction set, as THALWEG_ISA does")
       ->type_name("ISA")->check(CLI::IsMember({"portable", "avx2", "avx512"}).description("portable avx2 avx512"));
   app.add_option("--kernel", options.kernel, "Force this kernel row, as kernel= in a case")->type_name("NAME");
+  app.add_flag("--cuda", options.cuda, "Tensors on the GPU, as cuda in a case");
 }
 
 namespace {
@@ -31,6 +32,7 @@ std::vector<testing::Case> cases_of(const CaseOptions& options) {
   for (const std::string& name : options.names)
     for (testing::Case& c : testing::find_cases(name)) {
       if (options.threads) c.threads = options.threads;
+      c.cuda = c.cuda || options.cuda;
       if (!options.kernel.empty()) c.kernel = options.kernel;
       if (!c.kernel.empty()) check_kernel(c);
       out.push_back(std::move(c));

@@ -14,8 +14,9 @@ struct CaseOptions {
   std::vector<std::string> names;
   std::string isa, kernel;
   int64_t threads = 0;
+  bool cuda = false;
 };
-// Adds the positional CASE|FILE|@set and --isa, --threads, --kernel.
+// Adds the positional CASE|FILE|@set and --isa, --threads, --kernel, --cuda.
 void add_case_options(CLI::App& app, CaseOptions& options, bool required = true);
 // Throws std::invalid_argument with what was expected.
 std::vector<testing::Case> cases_of(const CaseOptions& options);

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "testing/testing.h"
 #include "tools/thalweg/tool.h"
 
 namespace thalweg::tool {
@@ -52,7 +53,7 @@ std::string arguments(const thalweg_pass& pass) {
 std::string kernels(const thalweg_pass& pass) {
   std::string out = fmt::format("### {}\n\n| kernel, best first | backend | instruction set |\n|---|---|---|\n", pass.name);
   const char* isa = nullptr;
-  for (int64_t i = 0; const char* name = pass.kernel_at(i, &isa); ++i) out += fmt::format("| `{}` | cpu | {} |\n", name, isa);
+  for (int64_t i = 0; const char* name = pass.kernel_at(i, &isa); ++i) out += fmt::format("| `{}` | {} | {} |\n", name, testing::is_cuda_row(pass, name) ? "cuda" : "cpu", isa);
   return out;
 }
 

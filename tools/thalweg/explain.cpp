@@ -18,6 +18,15 @@ std::string running_kernel(const std::string& text) {
 }
 
 void print_floor(const testing::Case& c, const testing::Work& work, const std::string& kernel) {
+  if (testing::on_cuda(c)) {
+    const DeviceRoofs& roofs = device_roofs();
+    double flops_us = work.flops / roofs.bf16_gflops * 1e-3, copy_us = work.bytes / roofs.copy_gbs * 1e-3;
+    fmt::print("roofs      {:.0f} TFLOP/s bf16 products, {:.2f} TB/s copy, {}\n", roofs.bf16_gflops * 1e-3,
+               roofs.copy_gbs * 1e-3, testing::device_name());
+    fmt::print("floor      {} arithmetic, {} memory: bound by {}\n", time_text(flops_us), time_text(copy_us),
+               flops_us > copy_us ? "arithmetic" : "memory");
+    return;
+  }
   Isa isa;
   if (!roof_isa(kernel_isa(*c.pass, kernel), &isa)) {
     fmt::print("floor      not measured: the roofs need AVX2\n");
@@ -37,7 +46,8 @@ void explain(const testing::Case& c, bool roof) {
   std::string text = explain_text(c);
   fmt::print("case       {}\n", c.text());
   fmt::print("pass       {}\n", c.pass->doc);
-  fmt::print("machine    isa {}, {} threads\n", thalweg_cpu_isa(), threads_of(c));
+  if (testing::on_cuda(c)) fmt::print("machine    {}\n", testing::device_name());
+  else fmt::print("machine    isa {}, {} threads\n", thalweg_cpu_isa(), threads_of(c));
   fmt::print("kernels\n");
   for (const std::string& line : words(text, '\n')) fmt::print("  {}\n", line);
   fmt::print("workspace  {}\n", bytes_text(double(workspace_of(c))));

@@ -3,6 +3,8 @@
 
 #include <iostream>
 
+#include "testing/device.h"
+#include "testing/testing.h"
 #include "tools/thalweg/tool.h"
 
 namespace thalweg::tool {
@@ -12,9 +14,11 @@ Json kernels_json(const thalweg_pass& pass) {
   Json out = Json::array();
   const char* isa = nullptr;
   for (int64_t i = 0; const char* name = pass.kernel_at(i, &isa); ++i) {
-    Isa needed = kernel_isa(pass, name);
-    out.push_back({{"kernel", name}, {"backend", "cpu"}, {"isa", isa}, {"runs", needed <= cpu_device().isa},
-                   {"machine_has_isa", needed <= cpu_device().isa_of_machine}});
+    const bool cuda = testing::is_cuda_row(pass, name), gpu = testing::why_no_device().empty();
+    const Isa needed = kernel_isa(pass, name);
+    out.push_back({{"kernel", name}, {"backend", cuda ? "cuda" : "cpu"}, {"isa", isa},
+                   {"runs", cuda ? gpu : needed <= cpu_device().isa},
+                   {"machine_has_isa", cuda ? gpu : needed <= cpu_device().isa_of_machine}});
   }
   return out;
 }
@@ -36,6 +40,8 @@ Json list_json() {
 void print_list() {
   const Device& device = cpu_device();
   fmt::print("thalweg {} (commit {})\nmachine  {}\n", thalweg_version(), commit(), machine_text());
+  if (testing::why_no_device().empty()) fmt::print("gpu      {}\n", testing::device_name());
+  else fmt::print("no gpu   {}\n", testing::why_no_device());
   fmt::print("in use   isa {}{}, {} threads\n", isa_name(device.isa),
              device.isa < device.isa_of_machine ? fmt::format(" (the machine has {})", isa_name(device.isa_of_machine)) : "",
              thalweg_default_threads());

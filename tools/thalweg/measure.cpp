@@ -177,9 +177,16 @@ bool roof_isa(Isa kernel, Isa* isa) {
   return machine >= Isa::kAvx2 && *isa <= machine;
 }
 
+const DeviceRoofs& device_roofs() {
+  static const DeviceRoofs roofs{testing::device_copy_gbs(), testing::device_bf16_gflops()};
+  return roofs;
+}
+
 Runner::Runner(const testing::Case& c, bool cold) : case_(c) {
+  const bool cuda = testing::on_cuda(c);
+  const double cache = double(cuda ? cuda_device(0).l2_bytes : last_cache_bytes());
   double bytes = std::max(1.0, testing::spec_of(*c.pass).work(c).bytes);
-  int64_t copies = cold ? std::max<int64_t>(1, int64_t(std::ceil(2.0 * double(last_cache_bytes()) / bytes))) : 1;
+  int64_t copies = cold ? std::max<int64_t>(1, int64_t(std::ceil(2.0 * cache / bytes))) : 1;
   copies = std::min<int64_t>(copies, 1024);  // each tensor takes a few mappings
   for (int64_t i = 0; i < copies; ++i) {
     testing::Case one = c;
@@ -187,16 +194,23 @@ Runner::Runner(const testing::Case& c, bool cold) : case_(c) {
     problems_.emplace_back(one);
   }
   for (auto& problem : problems_) {
+    args_.push_back(cuda ? problem.device_args() : problem.args());
     thalweg_context ctx = problem.context();
     ctx.kernel = case_.kernel.empty() ? nullptr : case_.kernel.c_str();
     ctx.workspace = nullptr;  // the library's arena, kept between calls, as a caller has it
     ctx.workspace_bytes = 0;
+    if (cuda) {
+      throw_on_error(case_.pass->workspace(args_.back(), &ctx, &ctx.workspace_bytes));
+      if (!workspace_.data()) workspace_ = testing::DeviceMemory(ctx.workspace_bytes);
+      ctx.workspace = workspace_.data();
+    }
     contexts_.push_back(ctx);
   }
 }
 
-void Runner::call() {
-  throw_on_error(case_.pass->call(problems_[next_].args(), &contexts_[next_]));
+void Runner::call(void* stream) {
+  contexts_[next_].stream = stream;
+  throw_on_error(case_.pass->call(args_[next_], &contexts_[next_]));
   next_ = (next_ + 1) % problems_.size();
 }
 
@@ -212,7 +226,27 @@ int64_t calls_per_sample(Runner& runner) {
   return calls;
 }
 
+namespace {
+
+// Graphs of at least 200 us, so that the gap between two replays is small beside them.
+Timing time_on_device(Runner& runner, double seconds) {
+  auto start = Clock::now();
+  int64_t calls = runner.copies();
+  auto issue = [&](void* stream) {
+    for (int64_t i = 0; i < calls; ++i) runner.call(stream);
+  };
+  const double once = median(testing::time_graph(issue, 3));
+  if (once < 200) calls *= int64_t(std::ceil(200 / std::max(once, 1.0)));
+  std::vector<double> samples;
+  while (samples.size() < 20 || (spread_of(samples) > 0.01 && seconds_since(start) < seconds))
+    for (double us : testing::time_graph(issue, 20)) samples.push_back(us / double(calls));
+  return {median(samples), spread_of(samples), *std::min_element(samples.begin(), samples.end()), int64_t(samples.size())};
+}
+
+}  // namespace
+
 Timing time_case(Runner& runner, double seconds) {
+  if (runner.on_cuda()) return time_on_device(runner, seconds);
   auto start = Clock::now();
   time_calls(runner, runner.copies());
   int64_t calls = calls_per_sample(runner);

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "testing/device.h"
 #include "testing/testing.h"
 #include "thalweg/core/device.h"
 
@@ -56,19 +57,29 @@ struct Timing {
   int64_t samples = 0;
 };
 
+// The ceilings of the GPU, measured once in this process.
+struct DeviceRoofs {
+  double copy_gbs;     // read + written
+  double bf16_gflops;  // matrix units, random data
+};
+const DeviceRoofs& device_roofs();
+
 // One case, ready to be called again and again: inputs filled, `cold`: as many copies of all its
 // tensors as exceed twice the last-level cache, taken in turn; else one.
 class Runner {
  public:
   Runner(const testing::Case& c, bool cold);
-  void call();  // the next copy; throws Error
+  void call(void* stream = nullptr);  // the next copy; throws Error; on CUDA it is only issued, on `stream`
+  bool on_cuda() const { return testing::on_cuda(case_); }
   int64_t copies() const { return int64_t(problems_.size()); }
   std::string kernel() const { return problems_[0].kernel(); }
 
  private:
   testing::Case case_;
   std::vector<testing::Problem> problems_;
+  std::vector<void*> args_;
   std::vector<thalweg_context> contexts_;
+  testing::DeviceMemory workspace_;  // CUDA: one for all copies, as a caller's calls in turn have it
   size_t next_ = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <iostream>
 #include <map>
 
+#include "testing/device.h"
 #include "tools/thalweg/cases.h"
 
 namespace thalweg::tool {
@@ -135,7 +136,8 @@ struct Skips {
   int64_t declined = 0;
   void add(const testing::Case& c, const Verdict& v) {
     if (v.status != "skipped") return;
-    if (kernel_isa(*c.pass, v.kernel) > cpu_device().isa) {
+    const bool no_gpu = testing::is_cuda_row(*c.pass, v.kernel) && !testing::why_no_device().empty();
+    if (no_gpu || kernel_isa(*c.pass, v.kernel) > cpu_device().isa) {
       ++lacking[pass_name(*c.pass) + " " + v.kernel + ": " + skip_reason(v)];
     } else {
       ++declined;

@@ -1,0 +1,181 @@
+// See device.h.
+#include "testing/device.h"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "thalweg/core/device.h"
+#include "thalweg/core/error.h"
+#include "thalweg/cuda/check.h"
+
+namespace thalweg::testing {
+
+using cuda::cuda_check;
+
+const std::string& why_no_device() {
+  static const std::string why = [] {
+    try {
+      cuda_device(0);
+      return std::string();
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+  }();
+  return why;
+}
+
+std::string device_name() {
+  cudaDeviceProp p;
+  cuda_check(cudaGetDeviceProperties(&p, 0), "reading the device");
+  return std::string(p.name) + ", " + std::to_string(p.multiProcessorCount) + " SMs";
+}
+
+DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
+  void* data = nullptr;
+  if (bytes && cudaMalloc(&data, bytes) != cudaSuccess) {
+    cudaGetLastError();
+    throw std::bad_alloc();
+  }
+  data_ = static_cast<char*>(data);
+}
+DeviceMemory::~DeviceMemory() { cudaFree(data_); }
+DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept { *this = std::move(other); }
+DeviceMemory& DeviceMemory::operator=(DeviceMemory&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+void DeviceMemory::upload(const void* from, size_t bytes) {
+  cuda_check(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice), "copying to the device");
+}
+void DeviceMemory::download(void* to, size_t bytes) const {
+  cuda_check(cudaMemcpy(to, data_, bytes, cudaMemcpyDeviceToHost), "copying from the device");
+}
+
+void synchronize_device() { cuda_check(cudaDeviceSynchronize(), "waiting for the device"); }
+
+namespace {
+
+struct Stream {
+  cudaStream_t stream;
+  Stream() { cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream"); }
+  ~Stream() { cudaStreamDestroy(stream); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+};
+
+struct Event {
+  cudaEvent_t event;
+  Event() { cuda_check(cudaEventCreate(&event), "making an event"); }
+  ~Event() { cudaEventDestroy(event); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  void record(cudaStream_t stream) { cuda_check(cudaEventRecord(event, stream), "recording an event"); }
+};
+
+double microseconds(const Event& from, const Event& to) {
+  float ms = 0;
+  cuda_check(cudaEventSynchronize(to.event), "waiting for an event");
+  cuda_check(cudaEventElapsedTime(&ms, from.event, to.event), "reading events");
+  return double(ms) * 1e3;
+}
+
+struct Graph {
+  cudaGraphExec_t exec = nullptr;
+  Graph(const std::function<void(void*)>& body, cudaStream_t stream) {
+    cudaGraph_t graph = nullptr;
+    cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "beginning a capture");
+    try {
+      body(stream);
+    } catch (...) {
+      cudaStreamEndCapture(stream, &graph);
+      if (graph) cudaGraphDestroy(graph);
+      throw;
+    }
+    cuda_check(cudaStreamEndCapture(stream, &graph), "ending a capture");
+    cudaError_t made = cudaGraphInstantiate(&exec, graph, 0);
+    cudaGraphDestroy(graph);
+    cuda_check(made, "making a graph");
+  }
+  ~Graph() { cudaGraphExecDestroy(exec); }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+};
+
+// One warp's chains of m16n8k16 products on operands that stay in registers.
+__global__ void product_kernel(float* out, int rounds) {
+  unsigned a[4], b[2];
+  float c[8][4] = {};
+  unsigned seed = threadIdx.x * 2654435761u + blockIdx.x;
+  auto next = [&] {  // two bf16 of magnitude near 1
+    seed = seed * 1664525u + 1013904223u;
+    return (seed & 0x807f807fu) | 0x3f003f00u;
+  };
+  for (auto& x : a) x = next();
+  for (auto& x : b) x = next();
+  for (int i = 0; i < rounds; ++i)
+    for (auto& d : c)
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  float sum = 0;
+  for (auto& d : c)
+    for (float x : d) sum += x;
+  out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+
+double median_of(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + int64_t(values.size() / 2), values.end());
+  return values[values.size() / 2];
+}
+
+}  // namespace
+
+std::vector<double> time_graph(const std::function<void(void*)>& body, int64_t replays) {
+  Stream stream;
+  Graph graph(body, stream.stream);
+  Event from, to;
+  std::vector<double> times;
+  for (int64_t i = 0; i < replays; ++i) {
+    from.record(stream.stream);
+    cuda_check(cudaGraphLaunch(graph.exec, stream.stream), "replaying a graph");
+    to.record(stream.stream);
+    times.push_back(microseconds(from, to));
+  }
+  return times;
+}
+
+double device_copy_gbs() {
+  const size_t bytes = size_t(2) << 30;
+  DeviceMemory a(bytes), b(bytes);
+  cuda_check(cudaMemset(a.data(), 0x3c, bytes), "filling memory");
+  std::vector<double> us = time_graph(
+      [&](void* stream) {
+        cuda_check(cudaMemcpyAsync(b.data(), a.data(), bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)),
+                   "copying on the device");
+      },
+      9);
+  return 2 * double(bytes) / median_of(us) * 1e-3;
+}
+
+double device_bf16_gflops() {
+  const int blocks = int(cuda_device(0).num_sms) * 4, threads = 256, rounds = 4096;
+  DeviceMemory out(size_t(blocks) * threads * sizeof(float));
+  std::vector<double> us = time_graph(
+      [&](void* stream) {
+        product_kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(reinterpret_cast<float*>(out.data()),
+                                                                                  rounds);
+        cuda_check(cudaGetLastError(), "launching products");
+      },
+      9);
+  return double(blocks) * (threads / 32) * rounds * 8 * (2.0 * 16 * 8 * 16) / median_of(us) * 1e-3;
+}
+
+}  // namespace thalweg::testing
