@@ -144,6 +144,16 @@ __device__ void store_columns(const thalweg_tensor& t, int64_t row, int64_t firs
   for (int g = 0; g < kGroups; ++g) store_chunk(t, row, first + g * kChunk<A>, sums[g]);
 }
 
+// What column `row` of a row's products is: <row of a, row of b>. The same in all its lanes.
+template <class A>
+__device__ A diagonal_of(const A (&products)[kPerLane]) {
+  const int row = row_of_thread();
+  A mine = products[0];
+#pragma unroll
+  for (int x = 1; x < kPerLane; ++x) mine = row / kLanes == x ? products[x] : mine;
+  return __shfl_sync(0xffffffffu, mine, row % kLanes, kLanes);
+}
+
 // Over the lanes of a row.
 template <class A>
 __device__ A row_sum(A x) {

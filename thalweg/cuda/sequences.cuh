@@ -65,8 +65,8 @@ struct RowPlace {
   int64_t n;
   bool used, valid;
 };
-__device__ inline RowPlace place_of(const Sequences& s, int64_t b, int64_t token, int64_t Pair::*begin, int64_t Pair::*len,
-                                 int64_t Pair::*room) {
+__device__ inline RowPlace place_of(const Sequences& s, int64_t b, int64_t token, int64_t Pair::*begin,
+                                    int64_t Pair::*len, int64_t Pair::*room) {
   int64_t n = b;
   if (s.packed) {
     int64_t high = s.N;  // the first sequence that ends behind the token

@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-#include "thalweg/cuda/products.cuh"
+#include "thalweg/cuda/attention.cuh"
 #include "thalweg/cuda/sequences.cuh"
 #include "thalweg/ops/block_sparse_attention/cuda_workspace.h"
 

@@ -1,7 +1,8 @@
 // cuda_generic - block_sparse_attention, bwd, any dtype and strides.
 //
 // Math      P_j = exp(s_j - L),  dS_j = P_j (<d_o, v_j> - delta),  delta = <d_o, o> - d_lse
-//           d_q = scale sum_j dS_j k_j,  d_k_j = scale sum dS_j q,  d_v_j = sum P_j d_o,  d_sink = -sum exp(z - L) delta
+//           d_q = scale sum_j dS_j k_j,  d_k_j = scale sum dS_j q,  d_v_j = sum P_j d_o,
+//           d_sink = -sum exp(z - L) delta
 // Shapes    q [B T H K]  k [B S HK K]  v [B S HK V]  block_mask [N HM NQ NK]  o, d_o [B T H V]  lse [B T H]
 // Takes     everything valid
 // Grid      five kernels: L and delta of every query and head; d_q of a tile of 32 queries of a head; d_k and d_v of a
@@ -67,9 +68,8 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(Call call, int64_t
     };
     A s[kPerLane] = {};
     if (is_there(a.d_o)) inner(stage, a.d_o, at(a.d_o), a.o, at(a.o), p.V, s);
-    if (lane != row % kLanes || t >= p.T) continue;
-    A delta = s[0];
-    for (int x = 1; x < kPerLane; ++x) delta = row / kLanes == x ? s[x] : delta;
+    A delta = diagonal_of(s);
+    if (lane > 0 || t >= p.T) continue;
     if (isinf(L))
       delta = place.valid ? A(0) : nan_of<A>();
     else if (is_there(a.d_lse))
@@ -208,23 +208,6 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(Call call, int64_t ti
   }
 }
 
-// One block a head.
-template <class A>
-__global__ void sink_kernel(Call call) {
-  __shared__ double sums[kThreads];
-  const Args& a = call.args;
-  for (int64_t h = blockIdx.x; h < call.p.H; h += gridDim.x) {
-    const double z = load_at<double>(a.sink, h * a.sink.stride[0]);
-    double sum = 0;
-    for (int64_t r = threadIdx.x; r < call.p.B * call.p.T; r += kThreads) {
-      const Statistic<A>& s = call.statistic<A>(0, r, h);
-      sum += isinf(s.L) ? double(s.delta) : -exp(z - double(s.L)) * double(s.delta);
-    }
-    sum = block_sum(sum, sums);
-    if (threadIdx.x == 0) store_at(a.d_sink, h * a.d_sink.stride[0], sum);
-  }
-}
-
 __global__ void rest_kernel(Call call) {
   const Problem& p = call.p;
   for (int64_t r = blockIdx.x; r < p.B * (p.T + p.S); r += gridDim.x) {
@@ -257,7 +240,7 @@ void backward(const Call& call, const Exec& exec) {
     launch(exec, "block_sparse_attention.bwd keys", keys_kernel<A>,
            {capped_grid(k_tiles * p.HK), ceil_div(chunks, kGroups)}, kThreads, 0, call, k_tiles);
   if (is_there(a.d_sink))
-    launch(exec, "block_sparse_attention.bwd sink", sink_kernel<A>, {capped_grid(p.H)}, kThreads, 0, call);
+    sum_sink(exec, static_cast<const Statistic<A>*>(call.statistics), p.B * p.T, p.H, a.sink, a.d_sink);
 }
 
 }  // namespace

@@ -7,15 +7,9 @@
 
 namespace thalweg::block_sparse_attention {
 
-// Of a query and head: P_j = exp(s_j - L), dS_j = P_j (<d_o, v_j> - delta). L is +inf where nothing is seen.
-template <class A>
-struct Statistic {
-  A L, delta;
-};
-
 struct CudaWorkspace {
   cuda::Sequences sequences;
-  void* statistics;  // bwd: Statistic [B T H]
+  void* statistics;  // bwd: cuda::Statistic [B T H]
   int64_t bytes;
 };
 

@@ -13,6 +13,7 @@ struct Problem {
   double scale;         // never 0
   thalweg_dtype dtype;  // of q, k, v, o and their gradients
   bool causal;
+  bool packed;  // cu_seqlens is there
   bool latent;  // the value is the first V elements of k
   // fwd and bwd
   bool wants_p;
@@ -61,6 +62,8 @@ void cpu_generic_fwd(const Problem&, const Plan&, const thalweg_sparse_flash_att
 void cpu_generic_bwd(const Problem&, const Plan&, const thalweg_sparse_flash_attention_bwd_args&, const Exec&);
 void plan_generic_fwd(const Problem&, Plan*);
 void plan_generic_bwd(const Problem&, Plan*);
+void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_sparse_flash_attention_fwd_args&, const Exec&);
+void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_sparse_flash_attention_bwd_args&, const Exec&);
 
 // ---- cpu_flash_fwd.cpp and cpu_flash_bwd.cpp, compiled per instruction set ----
 

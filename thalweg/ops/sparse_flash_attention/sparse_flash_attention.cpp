@@ -10,6 +10,7 @@
 #include <string>
 
 #include "thalweg/core/kernel.h"
+#include "thalweg/ops/sparse_flash_attention/cuda_workspace.h"
 #include "thalweg/ops/sparse_flash_attention/problem.h"
 
 namespace thalweg {
@@ -166,6 +167,7 @@ Problem check_both(const thalweg_pass& pass, const Args& args, const Sizes& size
   p.block = args.sparse_block_size == 0 ? 1 : args.sparse_block_size;
   p.dtype = args.q.dtype;
   p.causal = args.causal;
+  p.packed = present(args.cu_seqlens);
   p.latent = !present(args.v);
   p.wants_p = present(args.p);
   check_pair(pass, "q_rope", args.q_rope, "k_rope", args.k_rope);
@@ -177,7 +179,7 @@ Problem check_both(const thalweg_pass& pass, const Args& args, const Sizes& size
   check_dtype(pass, "row_sum", args.row_sum, p.dtype);
   check_dtype(pass, "p", args.p, p.dtype);
   p.N = check_sequences(pass, sizes, args.cu_seqlens, binding);
-  if (binding == Binding::kQuery) return p;
+  if (binding != Binding::kRun) return p;
   if (present(args.cu_seqlens_k)) check_borders(pass, "cu_seqlens_k", args.cu_seqlens_k, "S", sizes);
   check_lengths(pass, "q_lens", args.q_lens, args.cu_seqlens, p.T);
   check_lengths(pass, "k_lens", args.k_lens, args.cu_seqlens_k, p.S);
@@ -257,12 +259,20 @@ bool plan_flash_bwd(const Problem& p, const Device&, Plan* plan, std::string* wh
   return true;
 }
 
+template <bool backward>
+bool plan_cuda(const Problem& p, const Device&, Plan* plan, std::string*) {
+  plan->shared_bytes = lay_out_cuda(p, backward, nullptr).bytes;
+  return true;
+}
+
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<false>, cuda_generic_fwd},
     {"cpu_flash_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash_fwd<16>, avx512::cpu_flash_fwd},
     {"cpu_flash_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash_fwd<8>, avx2::cpu_flash_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<true>, cuda_generic_bwd},
     {"cpu_flash_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash_bwd<16>, avx512::cpu_flash_bwd},
     {"cpu_flash_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash_bwd<8>, avx2::cpu_flash_bwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_backward, cpu_generic_bwd},
