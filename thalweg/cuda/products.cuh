@@ -148,10 +148,10 @@ __device__ void store_columns(const thalweg_tensor& t, int64_t row, int64_t firs
 template <class A>
 __device__ A diagonal_of(const A (&products)[kPerLane]) {
   const int row = row_of_thread();
-  A mine = products[0];
-#pragma unroll
-  for (int x = 1; x < kPerLane; ++x) mine = row / kLanes == x ? products[x] : mine;
-  return __shfl_sync(0xffffffffu, mine, row % kLanes, kLanes);
+  static_assert(kPerLane == 4);
+  const bool odd = row / kLanes & 1, high = row / kLanes & 2;
+  const A low_pair = odd ? products[1] : products[0], high_pair = odd ? products[3] : products[2];
+  return __shfl_sync(0xffffffffu, high ? high_pair : low_pair, row % kLanes, kLanes);
 }
 
 // Over the lanes of a row.

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "thalweg/core/kernel.h"
+#include "thalweg/ops/lightning_indexer/cuda_workspace.h"
 #include "thalweg/ops/lightning_indexer/problem.h"
 
 namespace thalweg {
@@ -162,6 +163,7 @@ Problem check_all(const thalweg_pass& pass, const Args& args, const Sizes& sizes
   problem.E = sizes["E"];
   problem.dtype = args.q.dtype;
   problem.causal = args.causal != 0;
+  problem.packed = present(args.cu_seqlens);
   problem.scale = args.scale == 0 ? 1 : args.scale;
   constexpr int64_t kMost = 2147483647;  // positions are 32-bit
   if (problem.S > kMost) fail_field(pass, "k", "S, got %lld, expected at most %lld", ll(problem.S), ll(kMost));
@@ -173,7 +175,7 @@ Problem check_all(const thalweg_pass& pass, const Args& args, const Sizes& sizes
                queries ? "cu_seqlens_k" : "cu_seqlens", queries ? "cu_seqlens" : "cu_seqlens_k");
   }
   problem.N = check_sequences(pass, sizes, args.cu_seqlens, binding);
-  if (binding == Binding::kQuery) return problem;
+  if (binding != Binding::kRun) return problem;
   if (present(args.cu_seqlens_k)) check_borders(pass, "cu_seqlens_k", args.cu_seqlens_k, "S", sizes);
   check_lengths(pass, "q_lens", args.q_lens, args.cu_seqlens, problem.T);
   check_lengths(pass, "k_lens", args.k_lens, args.cu_seqlens_k, problem.S);
@@ -216,7 +218,9 @@ Problem check_loss(const Loss& args, const Sizes& sizes, Binding binding) {
 
 Problem check_bwd(const Bwd& args, const Sizes& sizes, Binding binding) {
   if (present(args.d_loss) && !present(args.p)) fail_field(kPasses[2], "d_loss", "needs p, got d_loss without it");
-  return check_listed(kPasses[2], args, sizes, binding);
+  Problem problem = check_listed(kPasses[2], args, sizes, binding);
+  problem.wants_d_k = present(args.d_k);
+  return problem;
 }
 
 // ---- kernels ----------------------------------------------------------------------------------------
@@ -279,7 +283,16 @@ bool plan_vec_bwd(const Problem& problem, const Device&, Plan* plan, std::string
   return true;
 }
 
+// values[0]: rows at a time, a few blocks a multiprocessor.
+template <CudaPass pass>
+bool plan_cuda(const Problem& problem, const Device& device, Plan* plan, std::string*) {
+  plan->values[0] = 4 * device.num_sms;
+  plan->shared_bytes = lay_out_cuda(problem, pass, plan->values[0], nullptr).bytes;
+  return true;
+}
+
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<CudaPass::kFwd>, cuda_generic_fwd},
     {"cpu_vec_fwd_avx512", THALWEG_CPU, Isa::kAvx512,
      plan_vec_fwd<avx512::cpu_vec_fwd_slot_bytes, avx512::cpu_vec_key_bytes>, avx512::cpu_vec_fwd},
     {"cpu_vec_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_fwd<avx2::cpu_vec_fwd_slot_bytes, avx2::cpu_vec_key_bytes>,
@@ -287,6 +300,7 @@ constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_fwd, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Loss> kLossKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<CudaPass::kLoss>, cuda_generic_loss},
     {"cpu_vec_loss_avx512", THALWEG_CPU, Isa::kAvx512,
      plan_vec_loss<avx512::cpu_vec_loss_slot_bytes, avx512::cpu_vec_key_bytes>, avx512::cpu_vec_loss},
     {"cpu_vec_loss_avx2", THALWEG_CPU, Isa::kAvx2,
@@ -294,6 +308,7 @@ constexpr Kernel<Problem, Loss> kLossKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_loss, cpu_generic_loss},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<CudaPass::kBwd>, cuda_generic_bwd},
     {"cpu_vec_bwd_avx512", THALWEG_CPU, Isa::kAvx512,
      plan_vec_bwd<avx512::cpu_vec_bwd_slot_bytes, avx512::cpu_vec_key_bytes, avx512::cpu_vec_sum_bytes,
                   avx512::cpu_vec_bwd_chunk_bytes>,

@@ -14,6 +14,8 @@ struct Problem {
   bool causal;
   bool by_index;  // fwd: the list in order of index
   bool dense;     // loss, bwd: no list; entry e is key e
+  bool packed;    // cu_seqlens is there
+  bool wants_d_k;
 };
 
 // The tensors that say which keys a query sees; absent ones as in the args.
@@ -43,7 +45,10 @@ int64_t key_range(const Problem& problem);
 void cpu_generic_fwd(const Problem&, const Plan&, const thalweg_lightning_indexer_fwd_args&, const Exec&);
 void cpu_generic_loss(const Problem&, const Plan&, const thalweg_lightning_indexer_loss_args&, const Exec&);
 void cpu_generic_bwd(const Problem&, const Plan&, const thalweg_lightning_indexer_bwd_args&, const Exec&);
-// Their workspace: of a slot; bwd: shared.
+void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_lightning_indexer_fwd_args&, const Exec&);
+void cuda_generic_loss(const Problem&, const Plan&, const thalweg_lightning_indexer_loss_args&, const Exec&);
+void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_lightning_indexer_bwd_args&, const Exec&);
+// Workspace of the CPU's generic rows: of a slot; bwd: shared.
 int64_t generic_fwd_bytes(const Problem& problem);
 int64_t generic_list_bytes(const Problem& problem);
 int64_t generic_shared_bytes(const Problem& problem);
