@@ -123,7 +123,7 @@ void Problem::Impl::upload() {
   for (auto& [name, s] : storage) {
     auto& t = *reinterpret_cast<thalweg_tensor*>(device_args.data() + s.field->offset);
     t.data = t.data ? mirrored(s.buffer, s.mirror, t.data) : nullptr;
-    if (t.device_type == 0) t.device_type = THALWEG_CUDA;
+    if (t.device_type == 0 || t.device_type == THALWEG_CPU) t.device_type = THALWEG_CUDA;
   }
   std::fill_n(report, 4, 0);
   if (!device_report.data()) device_report = DeviceMemory(sizeof report);
