@@ -5,6 +5,7 @@
 #include "thalweg/delta_rule/check.h"
 #include "thalweg/delta_rule/fields.h"
 #include "thalweg/ops/gated_delta_rule/problem.h"
+#include "thalweg/ops/gated_delta_rule/sm90_chunk_plan.h"
 
 namespace thalweg::gated_delta_rule {
 namespace {
@@ -17,6 +18,7 @@ using Decode = thalweg_gated_delta_rule_decode_args;
 // ---- Kernel tables ----
 
 const Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"sm90_chunk_fwd", THALWEG_CUDA, Isa::kPortable, sm90::plan_fwd, sm90_chunk_fwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_generic, cuda_generic_fwd},
     {"cpu_chunk_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_value_heads<avx512::cpu_chunk_fwd_slot_bytes>,
      avx512::cpu_chunk_fwd},

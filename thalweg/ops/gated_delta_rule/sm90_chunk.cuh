@@ -1,0 +1,86 @@
+// What the kernels of row sm90_chunk_fwd share: where chunks lie, what one chunk's factors are, tile loads.
+#ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_CUH
+#define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_CUH
+
+#include "thalweg/cuda/sm90/ptx.cuh"
+#include "thalweg/cuda/sm90/smem.cuh"
+#include "thalweg/cuda/values.cuh"
+#include "thalweg/ops/gated_delta_rule/problem.h"
+#include "thalweg/ops/gated_delta_rule/sm90_chunk_plan.h"
+
+namespace thalweg::gated_delta_rule::sm90 {
+
+// Factors of one chunk and value head, in the workspace: A [64 64] as a swizzled block (smem.cuh), then these rows.
+// G is the running sum of gates in units of log 2; rk, rq are 1 / |k|, 1 / |q| with use_qk_l2norm, else 1.
+enum GateRow {
+  kG,       // G_i
+  kReadK,   // 2^G_i rk_i:            S^T k of the state before the chunk
+  kWriteK,  // 2^(G_last - G_j) rk_j: V'_j k_j into the state after the chunk
+  kReadQ,   // 2^G_i rq_i scale:      S^T q of the state before the chunk
+  kNormQ,   // rq_i scale
+  kNormK,   // rk_j
+};
+static_assert(kNormK + 1 == kGateRows);
+
+struct ChunkArgs {
+  thalweg_tensor q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, chunk_states;
+  const cuda::Span* spans;  // null: not packed
+  char* factors;            // [slots HV kFactorBytes]
+  int64_t N, B, T, H, HV, K, V;
+  int64_t every;  // tokens between chunk_states, a multiple of 64
+  float scale;
+  bool l2norm, gate, sigmoid, neg_eigval;
+  bool aligned;  // rows of q, k, v, o start at multiples of 16 bytes
+};
+
+// Sequence n, as rows of the flattened [B T] axis.
+__device__ inline cuda::Span span_of(const ChunkArgs& a, int64_t n) {
+  return a.spans ? cuda::span_at(a.spans, n) : cuda::Span{n * a.T, (n + 1) * a.T, 1};
+}
+// Chunk c of sequence n has slot first_slot + c; there are at most T / 64 + N of them (B T / 64 + N).
+__device__ inline int64_t first_slot(int64_t begin, int64_t n) { return begin / kChunk + n; }
+
+// Of chunk_states: the row of sequence n's first checkpoint.
+__device__ inline int64_t first_checkpoint(const ChunkArgs& a, int64_t begin, int64_t n) { return begin / a.every + n; }
+
+// Element (row of [B T], head, 0) of a tensor [B T heads ...].
+template <class E>
+__device__ inline E* row_at(const thalweg_tensor& t, int64_t T, int64_t row, int64_t head) {
+  return static_cast<E*>(t.data) + row / T * t.stride[0] + row % T * t.stride[1] + head * t.stride[2];
+}
+
+// Rows [0, valid) of [64 columns], stride in elements, into swizzled blocks at `dst`; rows from `valid` on are zero.
+// Aligned: the copies are in flight afterwards. Otherwise they are done, element by element.
+template <class E, int columns, int threads>
+__device__ inline void load_tile(uint32_t dst, const E* src, int64_t stride, int valid, bool aligned, int thread) {
+  using namespace cuda::sm90;
+  constexpr int kPieces = columns / 8, kRows = threads / kPieces;  // rows a round; a multiple of 8 keeps the swizzle
+  static_assert(kRows % 8 == 0);
+  const int first = thread / kPieces, piece = thread % kPieces;
+  uint32_t to = dst + piece / 8 * kBlockBytes + swizzled(first, piece % 8);
+  const E* from = src + first * stride + piece * 8;
+  if (aligned) {
+#pragma unroll
+    for (int round = 0; round < kChunk / kRows; ++round) {
+      const int row = first + round * kRows;
+      cp_async_16(to, row < valid ? from : src, row < valid);
+      to += kRows * kRowBytes, from += kRows * stride;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = first; row < kChunk; row += kRows) {
+    uint32_t x[4] = {};
+    const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
+    if (row < valid)
+      for (int j = 0; j < 4; ++j) x[j] = uint32_t(bits[2 * j]) | uint32_t(bits[2 * j + 1]) << 16;
+    st_shared_128(to, x[0], x[1], x[2], x[3]);
+    to += kRows * kRowBytes, from += kRows * stride;
+  }
+}
+
+// A [64 64] and gate rows of every chunk and value head (sm90_chunk_prep.cu).
+void launch_prep(const Problem& p, const ChunkArgs& a, const Exec& exec);
+
+}  // namespace thalweg::gated_delta_rule::sm90
+#endif

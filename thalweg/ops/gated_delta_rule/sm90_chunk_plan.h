@@ -1,0 +1,43 @@
+// What the plan of row sm90_chunk_fwd and its launcher both need. Plain C++.
+#ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_PLAN_H
+#define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_PLAN_H
+
+#include <string>
+
+#include "thalweg/core/device.h"
+#include "thalweg/delta_rule/cuda_plan.h"
+
+namespace thalweg::gated_delta_rule::sm90 {
+
+constexpr int kChunk = 64;
+constexpr int kGateRows = 6;                                        // sm90_chunk.cuh names them
+constexpr int64_t kGateBytes = kGateRows * kChunk * 4;              // of a chunk and value head
+constexpr int64_t kFactorBytes = kChunk * kChunk * 2 + kGateBytes;  // A and the gate rows
+
+// Chunk c of a sequence that starts at row `begin` of [B T] has slot begin / 64 + n + c.
+inline int64_t chunk_slots(const delta_rule::Problem& p) { return p.B * p.T / kChunk + p.N; }
+inline int64_t factors_at(const delta_rule::Problem& p) {
+  return delta_rule::up_to(delta_rule::spans_workspace(p), 128);
+}
+
+// values[0]: blocks of 64 columns of V that one thread block takes.
+inline bool plan_fwd(const delta_rule::Problem& p, const Device& device, Plan* plan, std::string* why) {
+  std::string reason;
+  if (p.dtype != THALWEG_BF16 && p.dtype != THALWEG_F16)
+    reason = std::string("needs q of bf16 or f16, got ") + thalweg_dtype_name(p.dtype);
+  else if (p.K != p.V || (p.K != 64 && p.K != 128))
+    reason = "needs K = V of 64 or 128, got K = " + std::to_string(p.K) + ", V = " + std::to_string(p.V);
+  else if (p.every % kChunk != 0)
+    reason = "needs every of a multiple of 64, got " + std::to_string(p.every);
+  if (!reason.empty()) {
+    if (why) *why = reason;
+    return false;
+  }
+  // Two blocks of columns share the tiles; apart, they use twice the multiprocessors.
+  plan->values[0] = p.K == 128 && 2 * p.N * p.HV > device.num_sms ? 2 : 1;
+  plan->shared_bytes = factors_at(p) + chunk_slots(p) * p.HV * kFactorBytes;
+  return true;
+}
+
+}  // namespace thalweg::gated_delta_rule::sm90
+#endif
