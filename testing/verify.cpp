@@ -60,6 +60,7 @@ void fill_recurrence(const Case& c, Oracle* oracle) {
   if (!oracle->recurrence.empty()) return;
   Case plain = c;
   plain.kernel = last_row(*c.pass);
+  plain.cuda = false;
   Problem problem(plain);
   bool ok = problem.call() == THALWEG_OK;
   for (const auto& [name, want] : oracle->outputs)
