@@ -7,8 +7,9 @@ MINUTES ?=
 TEXT ?=
 MIXER ?=
 CASES ?= @perf
+CUDA ?=
 MAKEFLAGS += --no-print-directory
-export JOBS
+export JOBS CUDA
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -18,7 +19,7 @@ demo:  ## train a small language model on real text and let it write (MINUTES=4 
 	@scripts/build.sh cpu --new -DTHALWEG_BUILD_TESTS=OFF -DTHALWEG_BUILD_TOOLS=OFF --set -DTHALWEG_BUILD_EXAMPLES=ON --target demo
 	@build/cpu/examples/demo $(if $(MINUTES),--minutes $(MINUTES)) $(if $(TEXT),--text "$(TEXT)") $(if $(MIXER),--mixer $(MIXER))
 
-test:  ## build and run every test, sanitizers and document checks included
+test:  ## build and run every test, sanitizers and document checks included (CUDA=1: the GPU backend too)
 	@scripts/setup.sh test
 	@scripts/test.sh
 

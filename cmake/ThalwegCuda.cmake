@@ -10,9 +10,10 @@ find_package(CUDAToolkit REQUIRED)
 
 # The language level and warnings of .cu files; the host compiler's own warnings would be about nvcc's glue.
 function(thalweg_cuda_options target)
+  set_target_properties(${target} PROPERTIES CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas.sh)
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>  # by hand: CMake 3.25 does not know that nvcc 13 has it
-    $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v,-warn-spills,-warn-lmem-usage>
+    $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>
     $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>
     $<$<COMPILE_LANGUAGE:CUDA>:--diag-suppress=177>)
 endfunction()

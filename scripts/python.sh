@@ -7,7 +7,7 @@
 # everything runs, examples included; then the tests that another package changes run again with it beside them: the oldest
 # transformers that has the models, and flash-linear-attention (which transformers would take for its own functions).
 # Packages come from PyPI (bindings/python/requirements-*.txt) and are listed with their sizes. The library that build/cpu
-# holds is linked; without one it is compiled. THALWEG_NO_INSTALL=1 installs nothing; then packages that are not there are
+# (with CUDA=1: build/cuda) holds is linked; without one it is compiled. THALWEG_NO_INSTALL=1 installs nothing; then packages that are not there are
 # a reason to skip, which is said.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,9 @@ cd "$(dirname "$0")/.."
 here=bindings/python
 venv=build/python/venv
 python=$venv/bin/python
-library=$PWD/build/cpu/thalweg/libthalweg_static.a
+backend=cpu
+[ "${CUDA:-}" != 1 ] || backend=cuda
+library=$PWD/build/$backend/thalweg/libthalweg_static.a
 lists=($here/requirements-test.txt)
 [ "${1:-}" != --all ] || lists+=($here/requirements-test-all.txt)
 
@@ -76,7 +78,8 @@ if [ -n "$missing" ]; then
 fi
 
 echo "python: building the wheel"
-options=(-C build-dir=build/python/cmake)
+options=(-C build-dir=build/python/cmake-$backend)
+[ $backend = cpu ] || options+=(-C cmake.define.THALWEG_CUDA=ON)
 [ ! -f "$library" ] || options+=(-C "cmake.define.THALWEG_PREBUILT=$library")
 rm -rf build/python/wheel
 "$python" -m pip wheel --quiet --no-build-isolation --no-deps --disable-pip-version-check \

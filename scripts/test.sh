@@ -2,6 +2,8 @@
 # Everything `make test` runs after the packages are there: the release build with every test, then the
 # smoke set under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
 # Between them the Python wheel and its NumPy tests; with --all those that need torch and transformers too.
+# CUDA=1: the release build has the CUDA backend too (scripts/cuda.sh finds or fetches its compiler); its rows are compiled,
+# and run where there is a GPU.
 # Goes on after a failure, ends with a table, and exits non-zero when anything failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -28,7 +30,14 @@ if [ "${CI:-}" = true ] || [ "${1:-}" = --all ]; then
   THALWEG_ASCEND_BIN=$(scripts/ascend.sh --bin)
   export THALWEG_ASCEND_BIN THALWEG_ASCEND_REQUIRED=1
 fi
-step "build (release)" scripts/build.sh cpu --set "${on[@]}" && step "all tests" test_in cpu
+main=cpu
+if [ "${CUDA:-}" = 1 ]; then
+  main=cuda
+  step "cuda compiler" scripts/cuda.sh
+  CUDACXX=$(scripts/cuda.sh)
+  export CUDACXX
+fi
+step "build (release, $main)" scripts/build.sh $main --set "${on[@]}" && step "all tests" test_in $main
 step "python" scripts/python.sh "$@"
 step "build (address, undefined)" scripts/build.sh asan "${smoke[@]}" && step "smoke tests (address, undefined)" test_in asan -L smoke
 step "build (thread)" scripts/build.sh tsan "${smoke[@]}" && step "smoke tests (thread)" test_in tsan -L smoke
