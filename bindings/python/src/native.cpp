@@ -86,6 +86,9 @@ nb::ndarray<> bfloat16_capsule(nb::ndarray<uint16_t, nb::c_contig, nb::device::c
   return nb::ndarray<>(memory.data(), shape.size(), shape.data(), nb::cast(memory), nullptr, bfloat16);
 }
 
+// "" when CUDA rows can run on device `id`, which is made ready for captures; else why not.
+std::string why_no_cuda(int32_t id) { return thalweg_prepare(id) == THALWEG_OK ? "" : thalweg_last_error(); }
+
 double thread_seconds() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -183,6 +186,15 @@ class Call {
     ctx_.kernel = name.is_none() ? nullptr : kernel_.c_str();
   }
 
+  // CUDA: the stream, and memory on the tensors' device; `owner` is kept until the next call of this or the end.
+  void place(uintptr_t stream, uintptr_t workspace, size_t bytes, nb::object owner) {
+    refuse_while_running();
+    ctx_.stream = reinterpret_cast<void*>(stream);
+    ctx_.workspace = reinterpret_cast<void*>(workspace);
+    ctx_.workspace_bytes = bytes;
+    workspace_owner_ = std::move(owner);
+  }
+
   // Other Python threads run meanwhile.
   void run() {
     ++running_;
@@ -259,6 +271,7 @@ class Call {
   std::vector<std::byte> args_;  // operator new's alignment is enough for any member
   std::vector<Owner> owners_;
   thalweg_context ctx_{};
+  nb::object workspace_owner_;
   std::string kernel_;
   int running_ = 0;  // under the GIL
 };
@@ -274,6 +287,7 @@ NB_MODULE(_native, m) {
       "cpu_isa", [] { return thalweg_cpu_isa(); }, "The CPU instruction set in use.");
   m.def(
       "default_threads", [] { return thalweg_default_threads(); }, "Threads a call uses by default.");
+  m.def("why_no_cuda", &why_no_cuda, "Empty when CUDA device `id` can be used, else the reason.");
   m.def("bfloat16_capsule", &bfloat16_capsule, "DLPack capsule of bfloat16 over uint16 memory.");
   nb::class_<Call>(m, "Call")
       .def(nb::init<int64_t>())
@@ -284,6 +298,7 @@ NB_MODULE(_native, m) {
       .def("option", &Call::option)
       .def("num_threads", &Call::num_threads)
       .def("kernel", &Call::kernel, nb::arg().none())
+      .def("place", &Call::place, nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
       .def("run", &Call::run)
       .def("seconds", &Call::seconds)
       .def("explain", &Call::explain)

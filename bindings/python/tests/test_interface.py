@@ -252,13 +252,13 @@ def test_a_forced_kernel_that_declines_says_why():
 
 
 def test_other_devices_are_refused_by_name():
-    """Arrays in CUDA memory, as a GPU library's DLPack would tell."""
+    """Arrays in memory of another kind (7 is OpenGL's), as their DLPack would tell."""
     a, call = inputs(), _native.Call(PASSES["gated_delta_rule.fwd"].index)
     for position, name in enumerate(("q", "k", "v")):
         array = a[name]
         strides = tuple(s // array.itemsize for s in array.strides)
-        call.bind_pointer(position, array.ctypes.data, 0x12002, array.shape, strides, 2, 1, array)
-    with pytest.raises(ValueError, match="gated_delta_rule.fwd: q: device, got type 2, expected the CPU"):
+        call.bind_pointer(position, array.ctypes.data, 0x12002, array.shape, strides, 7, 1, array)
+    with pytest.raises(ValueError, match="gated_delta_rule.fwd: q: device, got type 7, expected the CPU"):
         call.run()
 
 

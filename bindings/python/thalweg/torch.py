@@ -7,7 +7,10 @@ the operators hand data pointers, sizes and strides to its C interface.
 
 Rules of all functions:
 
-- CPU tensors. On any other device: ValueError naming the argument and the device.
+- CPU tensors; CUDA tensors on a Hopper GPU where the library was built with CUDA (RuntimeError otherwise). All on one
+  device; on any other: ValueError naming the argument and the device. On CUDA the call is issued on torch's current
+  stream and its workspace comes from torch's allocator, so it can be captured in a CUDA graph; values inside tensors
+  (cu_seqlens, slots, indices) are then checked on the device: wrong ones give NaN outputs, and no error here.
 - Dtypes f64, f32, bf16, f16. q, k, v (x and gate are free) share one; gates, states and parameters may have any.
   States and statistics come back as float32, float64 where q is float64.
 - Under torch.autocast the tensors that must share a dtype are cast to the autocast dtype (float64 is left alone);
@@ -30,7 +33,7 @@ from ._tables import ANY, CHOICE, COUNT, DTYPE_CODES, FLAG, IN, INOUT, PASSES, R
 
 __all__ = [
     "block_sparse_attention", "gated_delta_rule", "gated_delta_rule_decode", "gated_rms_norm", "kda_gate",
-    "kimi_delta_attention", "kimi_delta_attention_decode", "lightning_indexer", "lightning_indexer_loss", "short_conv",
+    "kimi_delta_attention", "kimi_delta_attention_decode", "lightning_indexer", "lightning_indexer_loss", "runs_on", "short_conv",
     "short_conv_decode", "sparse_flash_attention",
 ]  # fmt: skip
 
@@ -40,7 +43,7 @@ _DTYPES = {
 }  # fmt: skip
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _CODES = {dtype: DTYPE_CODES[name] for dtype, name in _DTYPES.items()}
-_CPU = 1  # DLPack's device type
+_DEVICES = {"cpu": 1, "cuda": 2}  # DLPack's device types
 _UNKNOWN = 1  # a dtype code that the library does not have, so that it refuses the argument by name
 
 
@@ -125,6 +128,7 @@ class _Operator:
         for field, tensor in zip(pass_.outputs, results):
             if self.wanted(field, values):
                 _bind(call, field, tensor, pass_.where)
+        _place(call, values[pass_.inputs[0].name].device)
         call.run()
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -156,12 +160,27 @@ _CONTIGUOUS_AXES = {ROWS: 1, STATE: 2, ANY: 0}  # the last so many axes, one of 
 
 
 def _bind(call, field, tensor, where):
-    if tensor.device.type != "cpu":
-        raise ValueError(
-            f"{where}: {field.name}: device, got {tensor.device}, expected cpu (there is no CUDA backend yet)"
-        )
+    device = tensor.device
+    if device.type not in _DEVICES:
+        raise ValueError(f"{where}: {field.name}: device, got {device}, expected cpu or cuda")
     call.bind_pointer(field.position, tensor.data_ptr(), _CODES.get(tensor.dtype, _UNKNOWN), tensor.shape,
-                      tensor.stride(), _CPU, 0, tensor)  # fmt: skip
+                      tensor.stride(), _DEVICES[device.type], device.index or 0, tensor)  # fmt: skip
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether tensors there can be given to these functions: the CPU, or a GPU that the library's CUDA rows run on."""
+    if device.type == "cuda":
+        return _native.why_no_cuda(device.index or 0) == ""
+    return device.type == "cpu"
+
+
+def _place(call, device):
+    """On CUDA: torch's current stream, and a workspace whose memory torch keeps for that stream."""
+    if device.type != "cuda":
+        return
+    size = call.workspace_bytes()
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    call.place(torch.cuda.current_stream(device).cuda_stream, memory.data_ptr(), size, memory)
 
 
 def _register_autograd(forward: _Operator, backward: _Operator) -> None:

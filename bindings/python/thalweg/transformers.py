@@ -1,6 +1,6 @@
 """Makes models of Hugging Face transformers compute with Thalweg: `thalweg.patch_transformers()`, and its undo.
 
-What is replaced, for tensors on the CPU; anything else goes on to what was there before:
+What is replaced, for tensors on the CPU and on a GPU that thalweg.torch runs on; anything else goes on to what was there before:
 
 - the gated delta rule and Kimi delta attention, whole sequences and single tokens;
 - the short convolution before them, and its single-token form;
@@ -86,7 +86,7 @@ def _first(args, kwargs):
 
 
 def _usable(tensor) -> bool:
-    return tensor.device.type == "cpu" and not torch.compiler.is_exporting()
+    return ops.runs_on(tensor.device) and not torch.compiler.is_exporting()
 
 
 def _gated_delta_rule(original, *args, **kwargs):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 from golden import assert_close, records
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thalweg
 import thalweg.torch as ops
@@ -384,10 +383,9 @@ def test_errors():
         ops.sparse_flash_attention(q, q[:, :, 0], indices=torch.zeros(1, 3, 1, dtype=torch.int32))
 
 
-def test_cuda_tensors_are_refused_by_name():
-    with FakeTensorMode():
-        q, v = torch.empty(1, 3, 2, 8, device="cuda"), torch.empty(1, 3, 4, 8, device="cuda")
-    with pytest.raises(ValueError, match=r"gated_delta_rule.fwd: q: device, got cuda:0, expected cpu"):
+def test_tensors_of_other_devices_are_refused_by_name():
+    q, v = torch.empty(1, 3, 2, 8, device="meta"), torch.empty(1, 3, 4, 8, device="meta")
+    with pytest.raises(ValueError, match=r"gated_delta_rule.fwd: q: device, got meta, expected cpu or cuda"):
         _OPERATORS["gated_delta_rule.fwd"].run(q, q, v, *[None] * 6)
 
 
