@@ -203,13 +203,13 @@ inline bool plan_cuda_generic_bwd(const Problem& p, const Device& device, Plan* 
 
 // Why sm90_decode cannot take the problem; empty if it can.
 inline std::string why_not_sm90_decode(const Problem& p) {
-  const bool wide = p.state == THALWEG_F32;
   if (p.dtype == THALWEG_F64) return "needs q of f32, bf16 or f16, got f64";
-  if (!wide && p.state != THALWEG_BF16)
+  if (p.state != THALWEG_F32 && p.state != THALWEG_BF16)
     return std::string("needs a state of f32 or bf16, got ") + thalweg_dtype_name(p.state);
   if (!p.aligned16) return "needs rows of the state that start at 16 bytes, got others";
   if (p.K != 64 && p.K != 128 && p.K != 256) return "needs K of 64, 128 or 256, got K = " + std::to_string(p.K);
   if (p.V % 64 != 0) return "needs V of a multiple of 64, got V = " + std::to_string(p.V);
+  if (p.HV > 65535) return "needs HV of at most 65535, got HV = " + std::to_string(p.HV);
   if (p.T > kMaxDrafts) return "needs T of at most 8, got T = " + std::to_string(p.T);
   return "";
 }

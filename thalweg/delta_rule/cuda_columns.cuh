@@ -37,30 +37,41 @@ __device__ inline int64_t state_at(const thalweg_tensor& t, int64_t n, int64_t h
   return n * t.stride[0] + hv * t.stride[1];
 }
 template <class A>
-__device__ void load_column(const Problem& p, const thalweg_tensor& t, int64_t n, int64_t hv, const Place& at, A* s) {
-  const bool any = is_there(t) && at.inside;
-#pragma unroll
-  for (int r = 0; r < kRowsOfLane; ++r) {
-    const int i = row_of(at.lanes, at.lane, r);
-    s[r] = any && i < p.K ? load_at<A>(t, state_at(t, n, hv) + i * t.stride[2] + at.j * t.stride[3]) : A(0);
-  }
-}
-template <class A>
-__device__ void store_column(const Problem& p, const thalweg_tensor& t, int64_t n, int64_t hv, const Place& at,
-                             const A* s) {
-  if (!is_there(t) || !at.inside) return;
-#pragma unroll
-  for (int r = 0; r < kRowsOfLane; ++r) {
-    const int i = row_of(at.lanes, at.lane, r);
-    if (i < p.K) store_at(t, state_at(t, n, hv) + i * t.stride[2] + at.j * t.stride[3], s[r]);
-  }
-}
-template <class A>
 __device__ void fill_column(A* s, A x) {
 #pragma unroll
   for (int r = 0; r < kRowsOfLane; ++r) s[r] = x;
 }
 
+template <class A>
+__device__ void load_column(const Problem& p, const thalweg_tensor& t, int64_t n, int64_t hv, const Place& at, A* s) {
+  fill_column(s, A(0));
+  if (!is_there(t) || !at.inside) return;
+  with_elements(t, [&](const auto* x) {
+    // One address that walks: sixteen of them would be kept in registers from call to call.
+    const int64_t row = t.stride[2], jump = (4 * at.lanes - 3) * row;
+    x += state_at(t, n, hv) + 4 * at.lane * row + at.j * t.stride[3];
+#pragma unroll
+    for (int r = 0; r < kRowsOfLane; ++r) {
+      if (row_of(at.lanes, at.lane, r) < p.K) s[r] = number(*x);
+      x += r % 4 < 3 ? row : jump;
+    }
+  });
+}
+template <class A>
+__device__ void store_column(const Problem& p, const thalweg_tensor& t, int64_t n, int64_t hv, const Place& at,
+                             const A* s) {
+  if (!is_there(t) || !at.inside) return;
+  with_elements(t, [&](auto* x) {
+    // One address that walks: sixteen of them would be kept in registers from call to call.
+    const int64_t row = t.stride[2], jump = (4 * at.lanes - 3) * row;
+    x += state_at(t, n, hv) + 4 * at.lane * row + at.j * t.stride[3];
+#pragma unroll
+    for (int r = 0; r < kRowsOfLane; ++r) {
+      if (row_of(at.lanes, at.lane, r) < p.K) put(x, s[r]);
+      x += r % 4 < 3 ? row : jump;
+    }
+  });
+}
 // ---- Tokens in shared memory ----
 
 // A batch of tokens of a value head: q (scaled) and k [rows], decays [gates], v and, backward, d_o [columns], beta.
@@ -91,8 +102,8 @@ __device__ TokenRows<A> rows_of_token(A* batch, const BatchShape& s, int i) {
 
 // All threads, between barriers: tokens [first, first + count) of batch entry b.
 template <class A, class Args>
-__device__ void load_batch(const Problem& p, const Args& a, const BatchShape& shape, int64_t b, int64_t first, int count,
-                           int64_t hv, int64_t slice, A* batch) {
+__device__ void load_batch(const Problem& p, const Args& a, const BatchShape& shape, int64_t b, int64_t first,
+                           int count, int64_t hv, int64_t slice, A* batch) {
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int64_t h = hv / (p.HV / p.H);
   for (int job = threadIdx.x / 32; job < 2 * count; job += warps) {

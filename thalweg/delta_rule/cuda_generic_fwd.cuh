@@ -22,22 +22,6 @@ inline BatchShape fwd_batch(const Problem& p, const Columns& cut) {
   return s;
 }
 
-// Where a task's sequence lies.
-struct Sequence {
-  int64_t b, first, length;  // batch entry, token of it, tokens
-  int64_t row;               // of the flattened token axis
-  bool valid;                // its borders can be trusted
-};
-__device__ inline Sequence sequence_of(const Problem& p, const cuda::Span* spans, int64_t n) {
-  if (!p.packed) return {n, 0, p.T, n * p.T, true};
-  const cuda::Span span = cuda::span_at(spans, n);
-  return {0, span.begin, span.end - span.begin, span.begin, span.valid != 0};
-}
-// The first token that belongs to no packed sequence.
-__device__ inline int64_t first_unused(const Problem& p, const cuda::Span* spans) {
-  return p.N > 0 ? cuda::span_at(spans, p.N - 1).end : 0;
-}
-
 // o of tokens [begin, end) of batch entry b: this thread's columns (lane 0 of each writes).
 template <class A, class Args>
 __device__ void fill_o(const Args& a, int64_t b, int64_t begin, int64_t end, int64_t hv, const Place& at, A x) {
@@ -81,8 +65,9 @@ __device__ void fwd_sequence(const Problem& p, const Args& a, const Columns& cut
   const Sequence q = sequence_of(p, spans, n);
   // Rows of chunk_states up to where the next sequence's start; the last one's end the tensor.
   const int64_t row = q.row / p.every + n;
-  const int64_t next =
-      n + 1 < p.N ? sequence_of(p, spans, n + 1).row / p.every + n + 1 : states ? a.chunk_states.shape[0] : 0;
+  const int64_t next = n + 1 < p.N ? sequence_of(p, spans, n + 1).row / p.every + n + 1
+                       : states    ? a.chunk_states.shape[0]
+                                   : 0;
   A s[kRowsOfLane];
   if (!q.valid) {
     fill_column(s, cuda::nan_of<A>());
@@ -110,7 +95,7 @@ __device__ void fwd_sequence(const Problem& p, const Args& a, const Columns& cut
 }
 
 template <class A, class Args>
-__global__ void __launch_bounds__(kFwdThreads, 3)
+__global__ void __launch_bounds__(kFwdThreads)
     generic_fwd_kernel(const __grid_constant__ Problem p, const __grid_constant__ Args a, Columns cut, BatchShape shape,
                        const cuda::Span* spans, int64_t tasks) {
   extern __shared__ __align__(16) char smem[];
@@ -142,7 +127,7 @@ __device__ void decode_sequence(const Problem& p, const Args& a, const Columns& 
 }
 
 template <class A, class Args>
-__global__ void __launch_bounds__(kFwdThreads, 3)
+__global__ void __launch_bounds__(kFwdThreads)
     generic_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Args a, Columns cut,
                           BatchShape shape, const SlotUse* uses, int32_t* report, int64_t tasks) {
   extern __shared__ __align__(16) char smem[];
@@ -176,13 +161,17 @@ void launch_generic_decode(const Problem& p, const Args& a, const Exec& exec) {
 
 template <class Args>
 void cuda_generic_fwd_of(const Problem& p, const Args& a, const Exec& exec) {
-  if (p.dtype == THALWEG_F64) launch_generic_fwd<double>(p, a, exec);
-  else launch_generic_fwd<float>(p, a, exec);
+  if (p.dtype == THALWEG_F64)
+    launch_generic_fwd<double>(p, a, exec);
+  else
+    launch_generic_fwd<float>(p, a, exec);
 }
 template <class Args>
 void cuda_generic_decode_of(const Problem& p, const Args& a, const Exec& exec) {
-  if (p.dtype == THALWEG_F64) launch_generic_decode<double>(p, a, exec);
-  else launch_generic_decode<float>(p, a, exec);
+  if (p.dtype == THALWEG_F64)
+    launch_generic_decode<double>(p, a, exec);
+  else
+    launch_generic_decode<float>(p, a, exec);
 }
 
 }  // namespace

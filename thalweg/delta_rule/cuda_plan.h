@@ -46,12 +46,12 @@ constexpr int64_t kBwdPiece = 64;   // tokens between checkpoints
 constexpr int64_t kGateChunk = 32;  // rows whose gate gradients one block sums
 
 // Tasks are (sequence, value head, group of slices); a task takes the slices of its group one after another and adds
-// up what it finds for d_q, d_k, d_g, d_beta.
+// up what it finds for d_q, d_k, d_g, d_beta. One sequence more has the rows past cu_seqlens[N].
 struct BwdLayout {
   Columns cut;
   int64_t groups, tasks, blocks;
-  int64_t entry;  // numbers per token, head and group: d_q [rows], d_k [rows], d_g [gates], d_beta
-  int64_t gates;  // decays of a token: 1, or rows
+  int64_t entry;          // numbers per token, head and group: d_q [rows], d_k [rows], d_g [gates], d_beta
+  int64_t gates;          // decays of a token: 1, or rows
   int64_t chunks, state;  // gate chunks; numbers of a block's slice of a state
   int64_t kinds_at, checkpoints_at, states_at, partial_at, sums_at, bytes;  // offsets; the spans are first
 };
@@ -61,7 +61,7 @@ inline BwdLayout bwd_layout(const Problem& p, int64_t num_sms) {
   const int64_t heads = p.N * p.HV, bytes = arithmetic_bytes(p), tokens = p.B * p.T;
   l.groups = heads > 0 ? parts_of(num_sms, heads) : 1;
   if (l.groups > l.cut.slices) l.groups = l.cut.slices;
-  l.tasks = heads * l.groups;
+  l.tasks = (heads + (p.packed ? p.HV : 0)) * l.groups;
   l.blocks = l.tasks < 2 * num_sms ? l.tasks : 2 * num_sms;
   l.gates = p.channels == 1 ? 1 : l.cut.rows;
   l.entry = 2 * l.cut.rows + l.gates + 1;

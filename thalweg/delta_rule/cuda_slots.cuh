@@ -62,7 +62,8 @@ __device__ bool slots_are_wrong(const Problem& p, const Args& a, const SlotUse* 
   bool wrong = false;
   auto look = [&](int64_t slot, int64_t field, int64_t position) {
     Fault fault = Fault::kNone;
-    if (slot < -1 || slot >= p.M) fault = Fault::kSlot;
+    if (slot < -1 || slot >= p.M)
+      fault = Fault::kSlot;
     else if (slot >= 0 && from >= 0) {
       const SlotUse u = uses[slot];
       if (u.writes > 1 || (u.writes == 1 && u.first != u.last)) fault = Fault::kSlotTwice;

@@ -15,6 +15,45 @@ using cuda::load_at;
 using cuda::store_at;
 using cuda::warp_sum;
 
+__device__ inline double number(double x) { return x; }
+__device__ inline float number(float x) { return x; }
+__device__ inline float number(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float number(__half x) { return __half2float(x); }
+__device__ inline void put(double* to, double x) { *to = x; }
+__device__ inline void put(float* to, double x) { *to = float(x); }
+__device__ inline void put(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
+__device__ inline void put(__half* to, float x) { *to = __float2half_rn(x); }
+
+// body(elements), with the elements of t as what they are.
+template <class Body>
+__device__ void with_elements(const thalweg_tensor& t, const Body& body) {
+  switch (t.dtype) {
+    case THALWEG_F64:
+      return body(static_cast<double*>(t.data));
+    case THALWEG_F32:
+      return body(static_cast<float*>(t.data));
+    case THALWEG_BF16:
+      return body(static_cast<__nv_bfloat16*>(t.data));
+    default:
+      return body(static_cast<__half*>(t.data));
+  }
+}
+// Where a task's sequence lies.
+struct Sequence {
+  int64_t b, first, length;  // batch entry, token of it, tokens
+  int64_t row;               // of the flattened token axis
+  bool valid;                // its borders can be trusted
+};
+__device__ inline Sequence sequence_of(const Problem& p, const cuda::Span* spans, int64_t n) {
+  if (!p.packed) return {n, 0, p.T, n * p.T, true};
+  const cuda::Span span = cuda::span_at(spans, n);
+  return {0, span.begin, span.end - span.begin, span.begin, span.valid != 0};
+}
+// The first token that belongs to no packed sequence.
+__device__ inline int64_t first_unused(const Problem& p, const cuda::Span* spans) {
+  return p.N > 0 ? cuda::span_at(spans, p.N - 1).end : 0;
+}
+
 // Where element 0 of (b, t, head) of a [B T heads ..] tensor lies.
 __device__ inline int64_t token_at(const thalweg_tensor& t, int64_t b, int64_t token, int64_t head) {
   return b * t.stride[0] + token * t.stride[1] + head * t.stride[2];

@@ -23,7 +23,8 @@ namespace thalweg::gated_delta_rule {
 void cuda_generic_fwd(const Problem& p, const Plan&, const thalweg_gated_delta_rule_fwd_args& a, const Exec& exec) {
   delta_rule::cuda_generic_fwd_of(p, a, exec);
 }
-void cuda_generic_decode(const Problem& p, const Plan&, const thalweg_gated_delta_rule_decode_args& a, const Exec& exec) {
+void cuda_generic_decode(const Problem& p, const Plan&, const thalweg_gated_delta_rule_decode_args& a,
+                         const Exec& exec) {
   delta_rule::cuda_generic_decode_of(p, a, exec);
 }
 

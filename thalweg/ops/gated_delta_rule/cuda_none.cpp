@@ -10,7 +10,13 @@ void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_gated_delta_rul
 void sm90_chunk_fwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_fwd_args&, const Exec&) {
   fail_no_cuda();
 }
+void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_bwd_args&, const Exec&) {
+  fail_no_cuda();
+}
 void cuda_generic_decode(const Problem&, const Plan&, const thalweg_gated_delta_rule_decode_args&, const Exec&) {
+  fail_no_cuda();
+}
+void sm90_decode(const Problem&, const Plan&, const thalweg_gated_delta_rule_decode_args&, const Exec&) {
   fail_no_cuda();
 }
 

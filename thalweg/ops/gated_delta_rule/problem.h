@@ -19,8 +19,10 @@ void cpu_generic_decode(const Problem&, const Plan&, const thalweg_gated_delta_r
 
 // On a CUDA device: any dtype, any strides, and the fast rows (cuda_none.cpp in a build without CUDA).
 void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_fwd_args&, const Exec&);
+void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_bwd_args&, const Exec&);
 void cuda_generic_decode(const Problem&, const Plan&, const thalweg_gated_delta_rule_decode_args&, const Exec&);
 void sm90_chunk_fwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_fwd_args&, const Exec&);
+void sm90_decode(const Problem&, const Plan&, const thalweg_gated_delta_rule_decode_args&, const Exec&);
 
 // The same files, compiled per instruction set (cpu_chunk_fwd.cpp, cpu_chunk_bwd.cpp, cpu_decode.cpp).
 // *_slot_bytes: the workspace that one running task needs.

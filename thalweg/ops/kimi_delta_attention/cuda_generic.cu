@@ -23,7 +23,8 @@ namespace thalweg::kimi_delta_attention {
 void cuda_generic_fwd(const Problem& p, const Plan&, const thalweg_kimi_delta_attention_fwd_args& a, const Exec& exec) {
   delta_rule::cuda_generic_fwd_of(p, a, exec);
 }
-void cuda_generic_decode(const Problem& p, const Plan&, const thalweg_kimi_delta_attention_decode_args& a, const Exec& exec) {
+void cuda_generic_decode(const Problem& p, const Plan&, const thalweg_kimi_delta_attention_decode_args& a,
+                         const Exec& exec) {
   delta_rule::cuda_generic_decode_of(p, a, exec);
 }
 

@@ -33,6 +33,7 @@ const Kernel<Problem, Fwd> kFwdKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_fwd},
 };
 const Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_generic_bwd, cuda_generic_bwd},
     {"cpu_chunk_bwd_avx512", THALWEG_CPU, Isa::kAvx512,
      plan_chunk_bwd<avx512::cpu_chunk_bwd_slot_bytes, avx512::cpu_chunk_bwd_shared_bytes>, avx512::cpu_chunk_bwd},
     {"cpu_chunk_bwd_avx2", THALWEG_CPU, Isa::kAvx2,
@@ -40,6 +41,7 @@ const Kernel<Problem, Bwd> kBwdKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_bwd, cpu_generic_bwd},
 };
 const Kernel<Problem, Decode> kDecodeKernels[] = {
+    {"sm90_decode", THALWEG_CUDA, Isa::kPortable, plan_sm90_decode, sm90_decode},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_generic_decode, cuda_generic_decode},
     {"cpu_decode_avx512", THALWEG_CPU, Isa::kAvx512, plan_value_heads<avx512::cpu_decode_slot_bytes>,
      avx512::cpu_decode},
