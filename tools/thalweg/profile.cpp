@@ -1,4 +1,4 @@
-// thalweg profile CASE: the case in a loop under perf.
+// thalweg profile CASE: the case in a loop under perf; on a GPU under Nsight Compute (profile_device.cpp).
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -17,6 +17,7 @@
 #include "tools/thalweg/args.h"
 #include "tools/thalweg/cases.h"
 #include "tools/thalweg/measure.h"
+#include "tools/thalweg/profile.h"
 
 namespace thalweg::tool {
 namespace {
@@ -222,9 +223,13 @@ void print_summary(const testing::Case& c, const Options& options, const Json& r
 
 int profile(const Options& options) {
   std::vector<testing::Case> cases = cases_of(options.cases);
-  if (options.loop) return loop(cases.at(0), options);
+  if (options.loop) return testing::on_cuda(cases.at(0)) ? loop_on_device(cases.at(0), options.warm) : loop(cases.at(0), options);
   for (const testing::Case& c : cases) {
     explain_text(c);  // refuses what cannot run
+    if (testing::on_cuda(c)) {
+      profile_on_device(c, options.warm);
+      continue;
+    }
     Scratch scratch;
     std::string why;
     std::vector<std::string> events = hardware_events(&why);
