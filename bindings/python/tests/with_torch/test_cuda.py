@@ -83,3 +83,26 @@ def test_a_stream_and_a_graph():
     again = ops.gated_delta_rule(*inputs)
     assert torch.equal(captured, again[0] if isinstance(again, tuple) else again)
     assert not torch.equal(captured, want)
+
+
+FIRST_CALL = """
+import torch, thalweg.torch as ops
+assert ops.runs_on(torch.device("cuda", 0))
+q, k, v = torch.randn(3, 1, 200, 2, 128, device="cuda", dtype=torch.bfloat16).unbind()
+k = k / k.norm(dim=-1, keepdim=True)
+beta, g = torch.rand(1, 200, 2, device="cuda"), -torch.rand(1, 200, 2, device="cuda")
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured, _ = ops.gated_delta_rule(q, k, v, g=g, beta=beta)
+graph.replay()
+torch.cuda.synchronize()
+assert torch.equal(captured, ops.gated_delta_rule(q, k, v, g=g, beta=beta)[0])
+"""
+
+
+def test_the_first_call_of_a_process_may_be_captured():
+    import subprocess
+    import sys
+
+    subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, timeout=60)
