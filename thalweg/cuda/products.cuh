@@ -1,5 +1,5 @@
-// Small matrix products of rows that lie anywhere, of any dtype, for the generic rows: a block of kThreads takes kRows
-// rows against kCols others, and thread (row, lane) has columns lane, lane + 8, ... of its row.
+// Small matrix products of rows that lie anywhere, of any dtype, for the generic rows: a block of kThreads takes
+// kTileRows rows against kTileCols others, and thread (row, lane) has columns lane, lane + 8, ... of its row.
 //
 // Sums run over channels in order, in pieces of kChunk that are added up: a product's bits depend on its two rows
 // alone. Rows that no pair needs may hold anything: products with them are selected away, never multiplied by 0.
@@ -10,7 +10,8 @@
 
 namespace thalweg::cuda {
 
-constexpr int kRows = 32, kCols = 32, kThreads = 256, kLanes = kThreads / kRows, kPerLane = kCols / kLanes;
+constexpr int kTileRows = 32, kTileCols = 32, kThreads = 256;
+constexpr int kLanes = kThreads / kTileRows, kPerLane = kTileCols / kLanes;
 constexpr int64_t kNoRow = INT64_MIN;  // the offset of a row that is not there: zeros are taken
 
 // kVec elements make 16 bytes. A lane of outer() has 2 kVec of kChunk columns: 0 .. kVec from lane * kVec, and the same
@@ -30,7 +31,7 @@ struct alignas(16) Vec {
 
 template <class A>
 struct alignas(16) Stage {
-  A a[kRows][kChunk<A> + kVec<A>], b[kCols][kChunk<A> + kVec<A>];
+  A a[kTileRows][kChunk<A> + kVec<A>], b[kTileCols][kChunk<A> + kVec<A>];
 };
 
 __device__ inline int row_of_thread() { return int(threadIdx.x) / kLanes; }
@@ -49,7 +50,7 @@ __device__ inline float as_number(__nv_bfloat16 x, float) { return __bfloat162fl
 
 template <class A, class E, class At>
 __device__ void stage_elements(A (*out)[kChunk<A> + kVec<A>], const E* data, At at, int64_t first, int64_t width) {
-  constexpr int kStep = kThreads / kChunk<A>, kCount = kRows / kStep;
+  constexpr int kStep = kThreads / kChunk<A>, kCount = kTileRows / kStep;
   const int column = threadIdx.x % kChunk<A>, row = threadIdx.x / kChunk<A>;
   const bool inside = first + column < width;
   E x[kCount];
@@ -106,7 +107,7 @@ __device__ void inner(Stage<A>& stage, const thalweg_tensor& a, AtA at_a, const 
 }
 
 template <class A>
-using Weights = A[kRows][kCols + 1];
+using Weights = A[kTileRows][kTileCols + 1];
 
 // sums[x] += sum_j weights[row][j] b[j][first + column_of(x)] over the j whose bit is set.
 template <class A, class At>
@@ -117,7 +118,7 @@ __device__ void outer(Stage<A>& stage, const Weights<A>& weights, uint32_t bits,
   stage_rows(stage.b, b, at, first, width);
   __syncthreads();
 #pragma unroll 4
-  for (int j = 0; j < kCols; ++j) {
+  for (int j = 0; j < kTileCols; ++j) {
     if (!(bits >> j & 1)) continue;
     const A weight = weights[row][j];
 #pragma unroll

@@ -52,12 +52,12 @@ __device__ A log_sum(const Args& a, int64_t b, int64_t t, int64_t h) {
 template <class A>
 __global__ void __launch_bounds__(kThreads) statistics_kernel(Call call, int64_t tiles) {
   __shared__ Stage<A> stage;
-  __shared__ bool alive[kRows];
+  __shared__ bool alive[kTileRows];
   const Problem& p = call.p;
   const Args& a = call.args;
   const int row = row_of_thread(), lane = lane_of_thread();
   for (int64_t work = blockIdx.x; work < p.B * p.H * tiles; work += gridDim.x) {
-    const int64_t h = work % p.H, first = work / p.H % tiles * kRows, b = work / p.H / tiles, t = first + row;
+    const int64_t h = work % p.H, first = work / p.H % tiles * kTileRows, b = work / p.H / tiles, t = first + row;
     const RowPlace place = t < p.T ? place_of_query(call.sequences, b, t) : RowPlace{0, false, true};
     const A L = place.used ? log_sum<A>(a, b, t, h) : A(INFINITY);
     __syncthreads();
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 2) queries_kernel(Call call, int64_t
   const int64_t first = blockIdx.y * kGroupColumns<A>;
   for (int64_t work = blockIdx.x; work < tiles * p.H; work += gridDim.x) {
     const int64_t h = work % p.H, hk = h / (p.H / p.HK);
-    const Tile tile = tile_at(call.sequences, work / p.H, p.T, kRows, &Pair::q_begin);
+    const Tile tile = tile_at(call.sequences, work / p.H, p.T, kTileRows, &Pair::q_begin);
     const Pair pair = call.sequences.pairs[tile.n];
     if (tile.first >= pair.q_len) continue;
     const int64_t b = batch_of(call.sequences, tile.n), i = tile.first + row, t = pair.q_begin + i;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 2) queries_kernel(Call call, int64_t
         return tile.first + r < pair.q_len ? offset_of(tensor, b, pair.q_begin + tile.first + r, h) : kNoRow;
       };
     };
-    for (int64_t j0 = 0; j0 < pair.k_len; j0 += kCols) {
+    for (int64_t j0 = 0; j0 < pair.k_len; j0 += kTileCols) {
       uint32_t mine = 0;
       for (int x = 0; x < kPerLane; ++x) {
         const int64_t j = j0 + lane + x * kLanes;
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(Call call, int64_t ti
   const int row = row_of_thread(), lane = lane_of_thread();
   for (int64_t work = blockIdx.x; work < tiles * p.HK; work += gridDim.x) {
     const int64_t hk = work % p.HK, G = p.H / p.HK;
-    const Tile tile = tile_at(call.sequences, work / p.HK, p.S, kRows, &Pair::k_begin);
+    const Tile tile = tile_at(call.sequences, work / p.HK, p.S, kTileRows, &Pair::k_begin);
     const Pair pair = call.sequences.pairs[tile.n];
     if (tile.first >= pair.k_len) continue;
     const int64_t b = batch_of(call.sequences, tile.n), j = tile.first + row;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(Call call, int64_t ti
     for (int64_t h = hk * G; h < (hk + 1) * G; ++h) {
       const HeadMask mask = head_mask(p, a.block_mask, pair, tile.n, h);
       const int64_t earliest = p.causal && tile.first > mask.offset ? tile.first - mask.offset : 0;
-      for (int64_t i0 = earliest / kCols * kCols; i0 < pair.q_len; i0 += kCols) {
+      for (int64_t i0 = earliest / kTileCols * kTileCols; i0 < pair.q_len; i0 += kTileCols) {
         Statistic<A> statistic[kPerLane];
         uint32_t mine = 0;
         for (int x = 0; x < kPerLane; ++x) {
@@ -228,8 +228,8 @@ template <class A>
 void backward(const Call& call, const Exec& exec) {
   const Problem& p = call.p;
   const Args& a = call.args;
-  const int64_t rows = ceil_div(p.T, kRows), q_tiles = num_tiles(call.sequences, p.T, kRows),
-                k_tiles = num_tiles(call.sequences, p.S, kRows),
+  const int64_t rows = ceil_div(p.T, kTileRows), q_tiles = num_tiles(call.sequences, p.T, kTileRows),
+                k_tiles = num_tiles(call.sequences, p.S, kTileRows),
                 chunks = ceil_div(p.K, kChunk<A>) + ceil_div(p.V, kChunk<A>);
   launch(exec, "block_sparse_attention.bwd statistics", statistics_kernel<A>, {capped_grid(p.B * p.H * rows)}, kThreads,
          0, call, rows);

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(Problem p, Args a,
   const int64_t first = blockIdx.y * kGroupColumns<A>;
   for (int64_t work = blockIdx.x; work < tiles * p.H; work += gridDim.x) {
     const int64_t h = work % p.H, hk = h / (p.H / p.HK);
-    const Tile tile = tile_at(sequences, work / p.H, p.T, kRows, &Pair::q_begin);
+    const Tile tile = tile_at(sequences, work / p.H, p.T, kTileRows, &Pair::q_begin);
     const Pair pair = sequences.pairs[tile.n];
     if (tile.first >= pair.q_len) continue;
     const int64_t b = batch_of(sequences, tile.n), i = tile.first + row, t = pair.q_begin + i;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(Problem p, Args a,
     auto query_at = [&](int r) {
       return tile.first + r < pair.q_len ? offset_of(a.q, b, pair.q_begin + tile.first + r, h) : kNoRow;
     };
-    for (int64_t j0 = 0; j0 < pair.k_len; j0 += kCols) {
+    for (int64_t j0 = 0; j0 < pair.k_len; j0 += kTileCols) {
       uint32_t mine = 0;
       for (int x = 0; x < kPerLane; ++x) {
         const int64_t j = j0 + lane + x * kLanes;
@@ -103,7 +103,7 @@ __global__ void rest_kernel(Problem p, Args a, Sequences sequences) {
 
 template <class A>
 void forward(const Problem& p, const Args& args, const Exec& exec, const Sequences& sequences) {
-  const int64_t tiles = num_tiles(sequences, p.T, kRows);
+  const int64_t tiles = num_tiles(sequences, p.T, kTileRows);
   launch(exec, "block_sparse_attention.fwd cuda_generic", forward_kernel<A>,
          {capped_grid(tiles * p.H), ceil_div(p.V, kGroupColumns<A>)}, kThreads, 0, p, args, sequences, tiles);
 }

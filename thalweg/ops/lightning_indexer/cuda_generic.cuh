@@ -54,16 +54,16 @@ __device__ VisibleKeys visible_keys(const Problem& p, const Args& a, const Seque
   return {pair.k_begin, begin, end, true};
 }
 
-// kCols keys: rows of k[b], kNoRow where there is none.
+// kTileCols keys: rows of k[b], kNoRow where there is none.
 struct KeyTile {
-  int64_t rows[kCols];
+  int64_t rows[kTileCols];
   uint32_t bits;  // the others
 };
 // `row_of(c)` says which row column c has. All threads of the block come here and get the bits.
 template <class RowOf>
 __device__ uint32_t load_tile(RowOf row_of, KeyTile& tile) {
   __syncthreads();
-  if (threadIdx.x < kCols) {
+  if (threadIdx.x < kTileCols) {
     const int64_t row = row_of(int(threadIdx.x));
     tile.rows[threadIdx.x] = row;
     const uint32_t bits = __ballot_sync(0xffffffffu, row != kNoRow);
@@ -115,7 +115,7 @@ template <class A, class Args>
 __device__ A score_tile(const Problem& p, const Args& a, Scorer<A>& scorer, int64_t b, int64_t t) {
   const int row = row_of_thread(), lane = lane_of_thread();
   A score = 0;
-  for (int64_t h0 = 0; h0 < p.H; h0 += kRows) {
+  for (int64_t h0 = 0; h0 < p.H; h0 += kTileRows) {
     A u[kPerLane];
     multiply_tile(p, a, scorer, b, t, h0, u);
     const A weight = weight_of<A>(p, a, b, t, h0 + row);
@@ -123,8 +123,8 @@ __device__ A score_tile(const Problem& p, const Args& a, Scorer<A>& scorer, int6
     for (int x = 0; x < kPerLane; ++x)  // NaN stays
       scorer.weights[row][lane + x * kLanes] = h0 + row < p.H ? weight * (u[x] < 0 ? A(0) : u[x]) : A(0);
     __syncthreads();
-    if (threadIdx.x < kCols)
-      for (int r = 0; r < kRows; ++r) score += scorer.weights[r][threadIdx.x];
+    if (threadIdx.x < kTileCols)
+      for (int r = 0; r < kTileRows; ++r) score += scorer.weights[r][threadIdx.x];
   }
   return score;
 }
@@ -133,10 +133,10 @@ __device__ A score_tile(const Problem& p, const Args& a, Scorer<A>& scorer, int6
 template <class A, class Args>
 __device__ void score_entries(const Problem& p, const Args& a, const VisibleKeys& keys, Scorer<A>& scorer, int64_t b,
                               int64_t t, A* scores) {
-  for (int64_t e0 = 0; e0 < p.E; e0 += kCols) {
+  for (int64_t e0 = 0; e0 < p.E; e0 += kTileCols) {
     if (load_tile([&](int c) { return entry_row(p, a, keys, b, t, e0 + c); }, scorer.tile) == 0) continue;
     const A score = score_tile(p, a, scorer, b, t);
-    if (threadIdx.x < kCols && scorer.tile.rows[threadIdx.x] != kNoRow) scores[e0 + threadIdx.x] = score;
+    if (threadIdx.x < kTileCols && scorer.tile.rows[threadIdx.x] != kNoRow) scores[e0 + threadIdx.x] = score;
   }
   __syncthreads();
 }

@@ -67,7 +67,7 @@ __device__ void finish_heads(const Call& call, Scorer<A>& scorer, const VisibleK
   const int row = row_of_thread(), lane = lane_of_thread();
   const int64_t h = h0 + row;
   A d_q[kGroups][2 * kVec<A>] = {}, d_w = 0;
-  for (int64_t e0 = 0; e0 < p.E; e0 += kCols) {
+  for (int64_t e0 = 0; e0 < p.E; e0 += kTileCols) {
     const uint32_t bits = load_tile([&](int c) { return entry_row(p, a, keys, b, t, e0 + c); }, scorer.tile);
     if (bits == 0) continue;
     A u[kPerLane], sum = 0;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2) queries_kernel(Call call) {
     score_entries(p, a, keys, scorer, b, t, dI);
     differentiate(call, keys, b, t, dI);
     if (!is_there(a.d_q) && !is_there(a.d_w)) continue;
-    for (int64_t h0 = 0; h0 < p.H; h0 += kRows)
+    for (int64_t h0 = 0; h0 < p.H; h0 += kTileRows)
       for (int64_t first = 0; first == 0 || first < p.K; first += kGroupColumns<A>)
         finish_heads(call, scorer, keys, b, t, h0, first, static_cast<const A*>(dI));
   }

@@ -118,10 +118,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Problem p, Args a, Se
     const int64_t b = r / p.T, t = r % p.T;
     const VisibleKeys keys = visible_keys(p, a, sequences, b, t);
     const int64_t n = keys.end - keys.begin;
-    for (int64_t i0 = 0; i0 < n; i0 += kCols) {
+    for (int64_t i0 = 0; i0 < n; i0 += kTileCols) {
       load_tile([&](int c) { return i0 + c < n ? keys.first + keys.begin + i0 + c : kNoRow; }, scorer.tile);
       const A score = score_tile(p, a, scorer, b, t);
-      if (threadIdx.x < kCols && i0 + threadIdx.x < n) scores[i0 + threadIdx.x] = score;
+      if (threadIdx.x < kTileCols && i0 + threadIdx.x < n) scores[i0 + threadIdx.x] = score;
     }
     __syncthreads();
     const int64_t count = select(scores, n, p.E, selection, best);

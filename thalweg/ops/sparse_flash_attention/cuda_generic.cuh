@@ -44,16 +44,16 @@ __device__ inline bool is_visible(const Problem& p, int64_t entry, int64_t limit
   return entry >= 0 && limit > 0 && entry <= (limit - 1) / p.block;
 }
 
-// kCols slots of a query's list, each one position of an entry: the rows of k[b], kNoRow where it is skipped.
+// kTileCols slots of a query's list, each one position of an entry: the rows of k[b], kNoRow where it is skipped.
 struct ListTile {
-  int64_t rows[kCols];
+  int64_t rows[kTileCols];
   uint32_t bits;  // the others
 };
-// Slots [i0, i0 + kCols). All threads of the block come here and get the bits.
+// Slots [i0, i0 + kTileCols). All threads of the block come here and get the bits.
 __device__ inline uint32_t load_tile(const Problem& p, const thalweg_tensor& indices, const VisibleRange& range,
                                      int64_t b, int64_t t, int64_t i0, ListTile& tile) {
   __syncthreads();
-  if (threadIdx.x < kCols) {
+  if (threadIdx.x < kTileCols) {
     const int64_t i = i0 + threadIdx.x, e = i / p.block;
     int64_t row = kNoRow;
     if (e < p.E) {
@@ -118,10 +118,10 @@ __global__ void __launch_bounds__(kThreads) shares_kernel(Problem p, Args a, Seq
     const int64_t b = work / p.T, t = work % p.T;
     const VisibleRange range = visible_range(p, sequences, b, t);
     A of_entry = 0;  // of blocks of more than one tile
-    for (int64_t i0 = 0; i0 < p.E * p.block; i0 += kCols) {
+    for (int64_t i0 = 0; i0 < p.E * p.block; i0 += kTileCols) {
       const uint32_t bits = load_tile(p, a.indices, range, b, t, i0, tile);
       A share = 0;
-      for (int64_t h0 = 0; h0 < p.H && bits != 0; h0 += kRows) {
+      for (int64_t h0 = 0; h0 < p.H && bits != 0; h0 += kTileRows) {
         A s[kPerLane];
         score_tile(stage, p, a, HeadRows{b, t, h0, p.H}, KeyRows{b, tile}, s);
         Softmax<A> softmax{0, 0};
@@ -131,13 +131,13 @@ __global__ void __launch_bounds__(kThreads) shares_kernel(Problem p, Args a, Seq
         for (int x = 0; x < kPerLane; ++x)
           weights[row][lane + x * kLanes] = mine >> x & 1 ? exp(s[x] - softmax.m) / softmax.l : A(0);
         __syncthreads();
-        if (threadIdx.x < kCols)
-          for (int r = 0; r < kRows; ++r) share += weights[r][threadIdx.x];
+        if (threadIdx.x < kTileCols)
+          for (int r = 0; r < kTileRows; ++r) share += weights[r][threadIdx.x];
         __syncthreads();
       }
-      if (threadIdx.x >= kCols) continue;
+      if (threadIdx.x >= kTileCols) continue;
       share /= A(p.H);
-      const int positions = p.block < kCols ? int(p.block) : kCols;
+      const int positions = p.block < kTileCols ? int(p.block) : kTileCols;
       A sum = share;
       for (int i = 1; i < positions; ++i) {
         const A other = __shfl_down_sync(0xffffffffu, share, i);

@@ -2,7 +2,8 @@
 // of keys and values are in cuda_generic_keys.cu.
 //
 // Math      L as given, or computed again; delta = <d_o, o> - d_lse, or sum_j P_j <d_o, v_j> - d_lse where o is absent;
-//           dS_j = P_j (<d_o, v_j> - delta), d_q = scale sum_j dS_j k_j; each slot of a list is a term of its own
+//           dS_j = P_j (<d_o, v_j> - delta), d_q = scale sum_j dS_j k_j; each slot of a list is a term of its own.
+//           A query that sees one key (often, perhaps) and no sink has dS_j = P_j d_lse, exactly
 // Shapes    q, d_q [B T H K] k [B S K] v [B S V] q_rope [B T H KR] k_rope [B S KR] indices [B T E] o, d_o [B T H V]
 // Takes     anything valid
 // Grid      statistics: a block of 256 threads for each query and 32 of its heads; d_q: likewise, y: 256 (f64: 128)
@@ -12,17 +13,16 @@
 // Regs      a thread has 4 scores, 4 products and 32 (16) sums
 // Order     slots in the list's order; d_sink: 256 sums of every 256th query, added as a tree
 // Numerics  float32 (float64 for f64), d_sink in float64
-// Traps     a query whose list names one key and that has no sink has P = 1 whatever the score: delta is <d_o, v>, and
-//           dS exactly 0. delta from o is the diagonal of a tile of products, with the bits of the others
+// Traps     delta from o is the diagonal of a tile of products: 32 times the work, and the very bits of the others
 // Measured  not tuned: it is the judge of the fast rows
 #include "thalweg/ops/sparse_flash_attention/cuda_generic_bwd.cuh"
 
 namespace thalweg::sparse_flash_attention {
 namespace {
 
-// The only position that a list names, -1 if there are none or more.
-__device__ int64_t only_key(const Problem& p, const thalweg_tensor& indices, const VisibleRange& range, int64_t b,
-                            int64_t t) {
+// Whether a list names exactly one position.
+__device__ bool names_one(const Problem& p, const thalweg_tensor& indices, const VisibleRange& range, int64_t b,
+                          int64_t t) {
   __shared__ int lowest, highest;
   __syncthreads();
   if (threadIdx.x == 0) lowest = INT32_MAX, highest = -1;
@@ -35,7 +35,7 @@ __device__ int64_t only_key(const Problem& p, const thalweg_tensor& indices, con
     atomicMax(&highest, int(last - 1));
   }
   __syncthreads();
-  return lowest == highest ? lowest : -1;
+  return lowest == highest;
 }
 
 // L of a head from what was kept of the forward.
@@ -71,7 +71,7 @@ __device__ Statistic<A> find_statistic(const Call& call, Walk<A>& walk, const Vi
   } else {
     Softmax<A> softmax{-A(INFINITY), 0};
     if (h < p.H && is_there(a.sink)) softmax = {load_at<A>(a.sink, h * a.sink.stride[0]), 1};
-    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kCols) {
+    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kTileCols) {
       const uint32_t bits = load_tile(p, a.indices, range, b, t, i0, walk.tile);
       if (bits == 0) continue;
       A s[kPerLane];
@@ -80,17 +80,12 @@ __device__ Statistic<A> find_statistic(const Call& call, Walk<A>& walk, const Vi
     }
     found.L = softmax.m == -A(INFINITY) || softmax.l == 0 ? A(INFINITY) : softmax.m + log(softmax.l);
   }
-  const int64_t only = is_there(a.sink) ? -1 : only_key(p, a.indices, range, b, t);
-  A products[kPerLane] = {};
-  if (only >= 0) {
-    auto only_row = [&](int) { return offset_of(value, b, range.first + only); };
-    inner(walk.stage, a.d_o, heads.of(a.d_o), value, only_row, p.V, products);
-    found.delta = products[0];
-  } else if (p.has_o) {
+  if (p.has_o) {
+    A products[kPerLane] = {};
     inner(walk.stage, a.d_o, heads.of(a.d_o), a.o, heads.of(a.o), p.V, products);
     found.delta = diagonal_of(products);
   } else {
-    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kCols) {
+    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kTileCols) {
       const uint32_t bits = load_tile(p, a.indices, range, b, t, i0, walk.tile);
       if (bits == 0) continue;
       A s[kPerLane], dP[kPerLane] = {}, sum = 0;
@@ -112,13 +107,15 @@ template <class A>
 __global__ void __launch_bounds__(kThreads) statistics_kernel(Call call) {
   __shared__ Walk<A> walk;
   const Problem& p = call.p;
-  const int64_t head_tiles = (p.H + kRows - 1) / kRows;
+  const int64_t head_tiles = (p.H + kTileRows - 1) / kTileRows;
   for (int64_t work = blockIdx.x; work < p.B * p.T * head_tiles; work += gridDim.x) {
-    const int64_t b = work / head_tiles / p.T, t = work / head_tiles % p.T, h0 = work % head_tiles * kRows;
+    const int64_t b = work / head_tiles / p.T, t = work / head_tiles % p.T, h0 = work % head_tiles * kTileRows;
     const VisibleRange range = visible_range(p, call.sequences, b, t);
     Statistic<A> found{A(INFINITY), range.valid ? A(0) : nan_of<A>()};
     if (range.used) found = find_statistic(call, walk, range, b, t, h0);
     const int64_t h = h0 + row_of_thread();
+    const bool alone = !is_there(call.args.sink) && names_one(p, call.args.indices, range, b, t);
+    if (threadIdx.x == 0 && h0 == 0) call.alone[b * p.T + t] = alone;
     if (h < p.H && lane_of_thread() == 0) call.statistics<A>()[(b * p.T + t) * p.H + h] = found;
   }
 }
@@ -129,10 +126,10 @@ __global__ void __launch_bounds__(kThreads, 2) queries_kernel(Call call) {
   const Problem& p = call.p;
   const Args& a = call.args;
   const int row = row_of_thread(), lane = lane_of_thread();
-  const int64_t head_tiles = (p.H + kRows - 1) / kRows, of_key = (p.K + kChunk<A> - 1) / kChunk<A>;
+  const int64_t head_tiles = (p.H + kTileRows - 1) / kTileRows, of_key = (p.K + kChunk<A> - 1) / kChunk<A>;
   for (int64_t work = blockIdx.x; work < p.B * p.T * head_tiles; work += gridDim.x) {
     const int64_t b = work / head_tiles / p.T, t = work / head_tiles % p.T;
-    const int64_t h0 = work % head_tiles * kRows, h = h0 + row;
+    const int64_t h0 = work % head_tiles * kTileRows, h = h0 + row;
     const VisibleRange range = visible_range(p, call.sequences, b, t);
     const thalweg_tensor& value = p.latent ? a.k : a.v;
     const HeadRows heads{b, t, h0, p.H};
@@ -140,15 +137,15 @@ __global__ void __launch_bounds__(kThreads, 2) queries_kernel(Call call) {
     Statistic<A> statistic{A(INFINITY), 0};
     if (h < p.H) statistic = call.statistics<A>()[(b * p.T + t) * p.H + h];
     A d_q[kGroups][2 * kVec<A>] = {};
-    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kCols) {
+    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kTileCols) {
       const uint32_t all = load_tile(p, a.indices, range, b, t, i0, walk.tile), bits = isinf(statistic.L) ? 0 : all;
       if (all == 0) continue;
       A s[kPerLane], dP[kPerLane] = {};
       score_tile(walk.stage, p, a, heads, keys, s);
       inner(walk.stage, a.d_o, heads.of(a.d_o), value, keys.of(value), p.V, dP);
-      for (int x = 0; x < kPerLane; ++x)
+      for (int x = 0; x < kPerLane && bits != 0; ++x)  // read where a bit is set
         walk.weights[row][lane + x * kLanes] =
-            A(p.scale) * exp(s[x] - statistic.L) * (dP[x] - statistic.delta);  // read where a bit is set
+            A(p.scale) * score_gradient(call, statistic, b, t, h, exp(s[x] - statistic.L), dP[x]);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const int64_t chunk = int64_t(blockIdx.y) * kGroups + g;
@@ -176,7 +173,7 @@ template <class A>
 void backward(const Call& call, const Exec& exec) {
   const Problem& p = call.p;
   const Args& a = call.args;
-  const int64_t tiles = capped_grid(p.B * p.T * ceil_div(p.H, kRows)),
+  const int64_t tiles = capped_grid(p.B * p.T * ceil_div(p.H, kTileRows)),
                 chunks = ceil_div(p.K, kChunk<A>) + ceil_div(p.KR, kChunk<A>);
   launch(exec, "sparse_flash_attention.bwd statistics", statistics_kernel<A>, {tiles}, kThreads, 0, call);
   if (p.wants_d_q)
@@ -192,7 +189,7 @@ void backward(const Call& call, const Exec& exec) {
 
 void cuda_generic_bwd(const Problem& p, const Plan&, const Args& args, const Exec& exec) {
   const CudaWorkspace w = lay_out_cuda(p, true, exec.workspace);
-  const Call call{p, args, w.sequences, w.statistics};
+  const Call call{p, args, w.sequences, w.statistics, w.alone};
   prepare(args, exec, w.sequences);
   p.dtype == THALWEG_F64 ? backward<double>(call, exec) : backward<float>(call, exec);
   if (p.wants_d_kv) cuda_generic_keys(call, w.inverse, exec);

@@ -36,16 +36,16 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(Problem p, Args a,
   __shared__ Weights<A> weights;
   __shared__ ListTile tile;
   const int row = row_of_thread(), lane = lane_of_thread();
-  const int64_t first = blockIdx.y * kGroupColumns<A>, head_tiles = (p.H + kRows - 1) / kRows;
+  const int64_t first = blockIdx.y * kGroupColumns<A>, head_tiles = (p.H + kTileRows - 1) / kTileRows;
   for (int64_t work = blockIdx.x; work < p.B * p.T * head_tiles; work += gridDim.x) {
     const int64_t b = work / head_tiles / p.T, t = work / head_tiles % p.T;
-    const int64_t h0 = work % head_tiles * kRows, h = h0 + row;
+    const int64_t h0 = work % head_tiles * kTileRows, h = h0 + row;
     const VisibleRange range = visible_range(p, sequences, b, t);
     const bool sinks = range.used && h < p.H && is_there(a.sink);
     Softmax<A> softmax{-A(INFINITY), 0};
     if (sinks) softmax = {load_at<A>(a.sink, h * a.sink.stride[0]), 1};
     A o[kGroups][2 * kVec<A>] = {};
-    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kCols) {
+    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kTileCols) {
       const uint32_t all = load_tile(p, a.indices, range, b, t, i0, tile), bits = h < p.H ? all : 0;
       if (all == 0) continue;
       A s[kPerLane];
@@ -79,7 +79,7 @@ void forward(const Problem& p, const Args& args, const Exec& exec, const CudaWor
   auto* softmaxes = static_cast<Softmax<A>*>(w.statistics);
   const int64_t chunks = p.V > kGroupColumns<A> ? ceil_div(p.V, kGroupColumns<A>) : 1;
   launch(exec, "sparse_flash_attention.fwd cuda_generic", forward_kernel<A>,
-         {capped_grid(p.B * p.T * ceil_div(p.H, kRows)), chunks}, kThreads, 0, p, args, w.sequences, softmaxes);
+         {capped_grid(p.B * p.T * ceil_div(p.H, kTileRows)), chunks}, kThreads, 0, p, args, w.sequences, softmaxes);
   if (p.wants_p)
     launch(exec, "sparse_flash_attention.fwd p", shares_kernel<A, Args>, {capped_grid(p.B * p.T)}, kThreads, 0, p, args,
            w.sequences, softmaxes, false);

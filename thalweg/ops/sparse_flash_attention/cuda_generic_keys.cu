@@ -96,7 +96,8 @@ __device__ void add_pairs(const Call& call, const Inverse& inverse, const Pair& 
     const Rows<A, E> rows{row_at<E>(a.q, b, t, h), row_at<E>(a.q_rope, b, t, h), row_at<E>(a.d_o, b, t, h),
                           row_at<E>(a.k, b, j),    row_at<E>(a.k_rope, b, j),    row_at<E>(value, b, j)};
     const A s = A(p.scale) * warp_sum(dot<A>(rows.q, rows.k, p.K) + dot<A>(rows.q_rope, rows.k_rope, p.KR));
-    const A P = exp(s - statistic.L), dS = A(p.scale) * P * (warp_sum(dot<A>(rows.d_o, rows.v, p.V)) - statistic.delta);
+    const A P = exp(s - statistic.L), dP = warp_sum(dot<A>(rows.d_o, rows.v, p.V));
+    const A dS = A(p.scale) * score_gradient(call, statistic, b, t, h, P, dP);
 #pragma unroll
     for (int x = 0; x < kColumns; ++x) {
       const int64_t c = first + threadIdx.x % 32 + x * 32;

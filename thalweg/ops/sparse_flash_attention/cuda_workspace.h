@@ -11,6 +11,7 @@ namespace thalweg::sparse_flash_attention {
 struct CudaWorkspace {
   cuda::Sequences sequences;
   void* statistics;       // two numbers [B T H]: fwd, where p is wanted, maximum and sum; bwd cuda::Statistic
+  bool* alone;            // bwd [B T]: the query sees one key and no sink, so that P = 1 and dS = d_lse
   cuda::Inverse inverse;  // bwd: of the keys, in blocks as entries name them, the slots (b T + t) E + e
   int64_t bytes;
 };
@@ -26,6 +27,7 @@ inline CudaWorkspace lay_out_cuda(const Problem& p, bool backward, char* base) {
   CudaWorkspace w{};
   w.sequences = cuda::lay_out_sequences(p.N, p.T, p.S, p.packed, &memory);
   if (backward || p.wants_p) w.statistics = memory.take<char>(2 * (p.dtype == THALWEG_F64 ? 8 : 4) * p.B * p.T * p.H);
+  if (backward) w.alone = memory.take<bool>(p.B * p.T);
   if (backward && p.wants_d_kv)
     w.inverse = cuda::lay_out_inverse(num_key_blocks(p), p.B * p.T * p.E, &memory);
   w.bytes = memory.used();
