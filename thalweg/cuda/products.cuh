@@ -177,10 +177,10 @@ __device__ inline uint32_t row_bits(uint32_t mine) {
   return bits;
 }
 
-// Adds `weights` [kPerLane] to the row's softmax: maximum m, sum l; scores become exp(s - m). Returns what sums of
-// earlier columns are to be multiplied by.
+// Adds scores, each `counts` times, to the row's softmax: maximum m, sum l; they become counts exp(s - m). Returns what
+// sums of earlier columns are to be multiplied by.
 template <class A>
-__device__ A add_to_softmax(uint32_t mine, A (&s)[kPerLane], A* m, A* l) {
+__device__ A add_to_softmax(uint32_t mine, const A (&counts)[kPerLane], A (&s)[kPerLane], A* m, A* l) {
   const A lowest = -A(INFINITY);
   A top = *m;
 #pragma unroll
@@ -189,7 +189,7 @@ __device__ A add_to_softmax(uint32_t mine, A (&s)[kPerLane], A* m, A* l) {
   A sum = 0;
 #pragma unroll
   for (int x = 0; x < kPerLane; ++x) {
-    s[x] = mine >> x & 1 ? exp(s[x] - (top == lowest ? A(0) : top)) : A(0);
+    s[x] = mine >> x & 1 ? counts[x] * exp(s[x] - (top == lowest ? A(0) : top)) : A(0);
     sum += s[x];
   }
   const A factor = *m == lowest ? A(0) : exp(*m - top);

@@ -9,6 +9,11 @@
 #include "thalweg/ops/sparse_flash_attention/cuda_workspace.h"
 
 namespace thalweg::sparse_flash_attention {
+
+// cuda_lists.cu: the lists of all queries.
+void make_lists(const Problem& p, const thalweg_tensor& indices, const cuda::Sequences& sequences, const Lists& lists,
+                const Exec& exec);
+
 namespace {
 
 using namespace cuda;
@@ -44,29 +49,57 @@ __device__ inline bool is_visible(const Problem& p, int64_t entry, int64_t limit
   return entry >= 0 && limit > 0 && entry <= (limit - 1) / p.block;
 }
 
-// kTileCols slots of a query's list, each one position of an entry: the rows of k[b], kNoRow where it is skipped.
+// The list of one query, one position of an entry after the other.
+struct List {
+  const int32_t *entries, *counts;
+  int64_t num_positions;  // those that the limit cuts off among them
+};
+__device__ inline List list_at(const Problem& p, const Lists& lists, int64_t b, int64_t t) {
+  const int64_t row = b * p.T + t;
+  return {lists.entries + row * p.E, lists.counts + row * p.E, lists.lengths[row] * p.block};
+}
+
+// kTileCols positions: rows of k[b], kNoRow where there is none, and how often they count.
 struct ListTile {
   int64_t rows[kTileCols];
-  uint32_t bits;  // the others
+  int32_t counts[kTileCols];
+  uint32_t bits;  // those that are there
 };
-// Slots [i0, i0 + kTileCols). All threads of the block come here and get the bits.
-__device__ inline uint32_t load_tile(const Problem& p, const thalweg_tensor& indices, const VisibleRange& range,
-                                     int64_t b, int64_t t, int64_t i0, ListTile& tile) {
+// `entry_of(i)` and `count_of(i)` are of entry i of the list. All threads of the block come here and get the bits.
+template <class EntryOf, class CountOf>
+__device__ uint32_t fill_tile(const Problem& p, const VisibleRange& range, int64_t i0, int64_t num_positions,
+                              EntryOf entry_of, CountOf count_of, ListTile& tile) {
   __syncthreads();
   if (threadIdx.x < kTileCols) {
-    const int64_t i = i0 + threadIdx.x, e = i / p.block;
-    int64_t row = kNoRow;
-    if (e < p.E) {
-      const int64_t entry = entry_at(indices, b, t, e);
-      const int64_t position = is_visible(p, entry, range.limit) ? entry * p.block + i % p.block : range.limit;
-      if (position < range.limit) row = range.first + position;
-    }
+    const int64_t i = i0 + threadIdx.x;
+    const int64_t entry = i < num_positions ? entry_of(i / p.block) : -1;
+    const int64_t position = is_visible(p, entry, range.limit) ? entry * p.block + i % p.block : range.limit;
+    const int64_t row = position < range.limit ? range.first + position : kNoRow;
     tile.rows[threadIdx.x] = row;
+    tile.counts[threadIdx.x] = row != kNoRow ? count_of(i / p.block) : 0;
     const uint32_t bits = __ballot_sync(0xffffffffu, row != kNoRow);
     if (threadIdx.x == 0) tile.bits = bits;
   }
   __syncthreads();
   return tile.bits;
+}
+// Positions [i0, i0 + kTileCols) of a list.
+__device__ inline uint32_t load_tile(const Problem& p, const List& list, const VisibleRange& range, int64_t i0,
+                                     ListTile& tile) {
+  return fill_tile(
+      p, range, i0, list.num_positions, [&](int64_t i) { return int64_t(list.entries[i]); },
+      [&](int64_t i) { return list.counts[i]; }, tile);
+}
+// The same of the list as it was given.
+__device__ inline uint32_t load_given_tile(const Problem& p, const thalweg_tensor& indices, const VisibleRange& range,
+                                           int64_t b, int64_t t, int64_t i0, ListTile& tile) {
+  return fill_tile(
+      p, range, i0, p.E * p.block, [&](int64_t e) { return entry_at(indices, b, t, e); }, [](int64_t) { return 1; },
+      tile);
+}
+template <class A>
+__device__ void counts_of_lane(const ListTile& tile, A (&counts)[kPerLane]) {
+  for (int x = 0; x < kPerLane; ++x) counts[x] = A(tile.counts[lane_of_thread() + x * kLanes]);
 }
 __device__ inline uint32_t bits_of_lane(uint32_t bits) {
   uint32_t mine = 0;
@@ -119,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) shares_kernel(Problem p, Args a, Seq
     const VisibleRange range = visible_range(p, sequences, b, t);
     A of_entry = 0;  // of blocks of more than one tile
     for (int64_t i0 = 0; i0 < p.E * p.block; i0 += kTileCols) {
-      const uint32_t bits = load_tile(p, a.indices, range, b, t, i0, tile);
+      const uint32_t bits = load_given_tile(p, a.indices, range, b, t, i0, tile);
       A share = 0;
       for (int64_t h0 = 0; h0 < p.H && bits != 0; h0 += kTileRows) {
         A s[kPerLane];
@@ -153,11 +186,12 @@ __global__ void __launch_bounds__(kThreads) shares_kernel(Problem p, Args a, Seq
 }
 
 template <class Args>
-void prepare(const Args& args, const Exec& exec, const Sequences& sequences) {
-  prepare_sequences(exec, sequences,
+void prepare(const Problem& p, const Args& args, const Exec& exec, const CudaWorkspace& w) {
+  prepare_sequences(exec, w.sequences,
                     {args.cu_seqlens, args.cu_seqlens_k, args.q_lens, args.k_lens, offsetof(Args, cu_seqlens),
                      offsetof(Args, cu_seqlens_k), offsetof(Args, q_lens), offsetof(Args, k_lens)},
                     {});
+  make_lists(p, args.indices, w.sequences, w.lists, exec);
 }
 
 }  // namespace

@@ -2,16 +2,16 @@
 // of keys and values are in cuda_generic_keys.cu.
 //
 // Math      L as given, or computed again; delta = <d_o, o> - d_lse, or sum_j P_j <d_o, v_j> - d_lse where o is absent;
-//           dS_j = P_j (<d_o, v_j> - delta), d_q = scale sum_j dS_j k_j; each slot of a list is a term of its own.
+//           dS_j = P_j (<d_o, v_j> - delta), d_q = scale sum_j dS_j k_j; P_j with the key's multiplicity.
 //           A query that sees one key (often, perhaps) and no sink has dS_j = P_j d_lse, exactly
 // Shapes    q, d_q [B T H K] k [B S K] v [B S V] q_rope [B T H KR] k_rope [B S KR] indices [B T E] o, d_o [B T H V]
 // Takes     anything valid
 // Grid      statistics: a block of 256 threads for each query and 32 of its heads; d_q: likewise, y: 256 (f64: 128)
 //           columns of d_q and d_q_rope, each of which computes P and dS again; p: a block a query
-// Tile      32 heads x 32 slots; tiles without a visible slot are skipped
+// Tile      32 heads x 32 keys
 // Smem      26 KiB static
 // Regs      a thread has 4 scores, 4 products and 32 (16) sums
-// Order     slots in the list's order; d_sink: 256 sums of every 256th query, added as a tree
+// Order     keys ascend; d_sink: 256 sums of every 256th query, added as a tree
 // Numerics  float32 (float64 for f64), d_sink in float64
 // Traps     delta from o is the diagonal of a tile of products: 32 times the work, and the very bits of the others
 // Measured  not tuned: it is the judge of the fast rows
@@ -20,22 +20,10 @@
 namespace thalweg::sparse_flash_attention {
 namespace {
 
-// Whether a list names exactly one position.
-__device__ bool names_one(const Problem& p, const thalweg_tensor& indices, const VisibleRange& range, int64_t b,
-                          int64_t t) {
-  __shared__ int lowest, highest;
-  __syncthreads();
-  if (threadIdx.x == 0) lowest = INT32_MAX, highest = -1;
-  __syncthreads();
-  for (int64_t e = threadIdx.x; e < p.E && range.limit > 0; e += blockDim.x) {
-    const int64_t entry = entry_at(indices, b, t, e);
-    if (!is_visible(p, entry, range.limit)) continue;
-    const int64_t last = (entry + 1) * p.block < range.limit ? (entry + 1) * p.block : range.limit;
-    atomicMin(&lowest, int(entry * p.block));
-    atomicMax(&highest, int(last - 1));
-  }
-  __syncthreads();
-  return lowest == highest;
+// Whether a query sees exactly one position.
+__device__ bool sees_one(const Problem& p, const List& list, const VisibleRange& range) {
+  if (list.num_positions != p.block) return false;
+  return p.block == 1 || range.limit - int64_t(list.entries[0]) * p.block == 1;
 }
 
 // L of a head from what was kept of the forward.
@@ -65,18 +53,20 @@ __device__ Statistic<A> find_statistic(const Call& call, Walk<A>& walk, const Vi
   const thalweg_tensor& value = p.latent ? a.k : a.v;
   const HeadRows heads{b, t, h0, p.H};
   const KeyRows keys{b, walk.tile};
+  const List list = list_at(p, call.lists, b, t);
   Statistic<A> found{A(INFINITY), 0};
   if (p.has_lse || p.has_row_sum) {
     if (h < p.H) found.L = kept_log_sum<A>(a, b, t, h);
   } else {
     Softmax<A> softmax{-A(INFINITY), 0};
     if (h < p.H && is_there(a.sink)) softmax = {load_at<A>(a.sink, h * a.sink.stride[0]), 1};
-    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kTileCols) {
-      const uint32_t bits = load_tile(p, a.indices, range, b, t, i0, walk.tile);
+    for (int64_t i0 = 0; i0 < list.num_positions; i0 += kTileCols) {
+      const uint32_t bits = load_tile(p, list, range, i0, walk.tile);
       if (bits == 0) continue;
-      A s[kPerLane];
+      A s[kPerLane], counts[kPerLane];
+      counts_of_lane(walk.tile, counts);
       score_tile(walk.stage, p, a, heads, keys, s);
-      add_to_softmax(bits_of_lane(bits), s, &softmax.m, &softmax.l);
+      add_to_softmax(bits_of_lane(bits), counts, s, &softmax.m, &softmax.l);
     }
     found.L = softmax.m == -A(INFINITY) || softmax.l == 0 ? A(INFINITY) : softmax.m + log(softmax.l);
   }
@@ -85,14 +75,15 @@ __device__ Statistic<A> find_statistic(const Call& call, Walk<A>& walk, const Vi
     inner(walk.stage, a.d_o, heads.of(a.d_o), a.o, heads.of(a.o), p.V, products);
     found.delta = diagonal_of(products);
   } else {
-    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kTileCols) {
-      const uint32_t bits = load_tile(p, a.indices, range, b, t, i0, walk.tile);
+    for (int64_t i0 = 0; i0 < list.num_positions; i0 += kTileCols) {
+      const uint32_t bits = load_tile(p, list, range, i0, walk.tile);
       if (bits == 0) continue;
-      A s[kPerLane], dP[kPerLane] = {}, sum = 0;
+      A s[kPerLane], counts[kPerLane], dP[kPerLane] = {}, sum = 0;
+      counts_of_lane(walk.tile, counts);
       score_tile(walk.stage, p, a, heads, keys, s);
       inner(walk.stage, a.d_o, heads.of(a.d_o), value, keys.of(value), p.V, dP);
       for (int x = 0; x < kPerLane; ++x)
-        sum += bits_of_lane(bits) >> x & 1 ? exp(s[x] - found.L) * dP[x] : A(0);
+        sum += bits_of_lane(bits) >> x & 1 ? counts[x] * exp(s[x] - found.L) * dP[x] : A(0);
       found.delta += row_sum(sum);
     }
   }
@@ -114,8 +105,8 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(Call call) {
     Statistic<A> found{A(INFINITY), range.valid ? A(0) : nan_of<A>()};
     if (range.used) found = find_statistic(call, walk, range, b, t, h0);
     const int64_t h = h0 + row_of_thread();
-    const bool alone = !is_there(call.args.sink) && names_one(p, call.args.indices, range, b, t);
-    if (threadIdx.x == 0 && h0 == 0) call.alone[b * p.T + t] = alone;
+    if (threadIdx.x == 0 && h0 == 0)
+      call.alone[b * p.T + t] = !is_there(call.args.sink) && sees_one(p, list_at(p, call.lists, b, t), range);
     if (h < p.H && lane_of_thread() == 0) call.statistics<A>()[(b * p.T + t) * p.H + h] = found;
   }
 }
@@ -137,15 +128,17 @@ __global__ void __launch_bounds__(kThreads, 2) queries_kernel(Call call) {
     Statistic<A> statistic{A(INFINITY), 0};
     if (h < p.H) statistic = call.statistics<A>()[(b * p.T + t) * p.H + h];
     A d_q[kGroups][2 * kVec<A>] = {};
-    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kTileCols) {
-      const uint32_t all = load_tile(p, a.indices, range, b, t, i0, walk.tile), bits = isinf(statistic.L) ? 0 : all;
+    const List list = list_at(p, call.lists, b, t);
+    for (int64_t i0 = 0; i0 < list.num_positions; i0 += kTileCols) {
+      const uint32_t all = load_tile(p, list, range, i0, walk.tile), bits = isinf(statistic.L) ? 0 : all;
       if (all == 0) continue;
-      A s[kPerLane], dP[kPerLane] = {};
+      A s[kPerLane], counts[kPerLane], dP[kPerLane] = {};
+      counts_of_lane(walk.tile, counts);
       score_tile(walk.stage, p, a, heads, keys, s);
       inner(walk.stage, a.d_o, heads.of(a.d_o), value, keys.of(value), p.V, dP);
       for (int x = 0; x < kPerLane && bits != 0; ++x)  // read where a bit is set
         walk.weights[row][lane + x * kLanes] =
-            A(p.scale) * score_gradient(call, statistic, b, t, h, exp(s[x] - statistic.L), dP[x]);
+            A(p.scale) * score_gradient(call, statistic, b, t, h, counts[x] * exp(s[x] - statistic.L), dP[x]);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const int64_t chunk = int64_t(blockIdx.y) * kGroups + g;
@@ -189,8 +182,8 @@ void backward(const Call& call, const Exec& exec) {
 
 void cuda_generic_bwd(const Problem& p, const Plan&, const Args& args, const Exec& exec) {
   const CudaWorkspace w = lay_out_cuda(p, true, exec.workspace);
-  const Call call{p, args, w.sequences, w.statistics, w.alone};
-  prepare(args, exec, w.sequences);
+  const Call call{p, args, w.sequences, w.lists, w.statistics, w.alone};
+  prepare(p, args, exec, w);
   p.dtype == THALWEG_F64 ? backward<double>(call, exec) : backward<float>(call, exec);
   if (p.wants_d_kv) cuda_generic_keys(call, w.inverse, exec);
 }

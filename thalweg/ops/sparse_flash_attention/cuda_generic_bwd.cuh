@@ -12,6 +12,7 @@ struct Call {
   Problem p;
   Args args;
   cuda::Sequences sequences;
+  Lists lists;
   void* kept;
   bool* alone;
 

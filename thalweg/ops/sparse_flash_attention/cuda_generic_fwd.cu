@@ -1,18 +1,18 @@
 // cuda_generic - sparse flash attention, forward, any dtype and strides.
 //
-// Math      as cpu_generic, but each slot of a list is a term of its own, so that repeats need no counting: scores of
-//           32 heads and 32 slots at a time; m, l and o grow as in block_sparse_attention's row; p by a second kernel,
-//           from scores computed again and the final m and l
+// Math      as cpu_generic: each visible key once and its multiplicity as a weight (cuda_lists.cu); scores of 32 heads
+//           and 32 keys at a time; m, l and o grow as in block_sparse_attention's row; p by a second kernel, from
+//           scores computed again and the final m and l
 // Shapes    q [B T H K] k [B S K] v [B S V] q_rope [B T H KR] k_rope [B S KR] indices [B T E] o [B T H V]
 // Takes     anything valid
 // Grid      x: a block of 256 threads for each query and 32 of its heads; y: chunks of V of 256 (f64: 128) columns,
 //           each of which computes the scores again. p: a block a query
-// Tile      32 heads x 32 slots; tiles without a visible slot are skipped
+// Tile      32 heads x 32 keys
 // Smem      26 KiB static
 // Regs      a thread has 4 scores and 32 (16) sums
-// Order     slots in the list's order, heads ascending
+// Order     keys ascend; p: heads ascend
 // Numerics  float32 (float64 for f64)
-// Traps     a skipped slot makes no address; its products are selected away
+// Traps     an entry that is skipped makes no address
 // Measured  not tuned: it is the judge of the fast rows
 #include "thalweg/ops/sparse_flash_attention/cuda_generic.cuh"
 
@@ -30,7 +30,7 @@ __device__ void store_softmax(const Args& a, int64_t b, int64_t t, int64_t h, co
 }
 
 template <class A>
-__global__ void __launch_bounds__(kThreads, 2) forward_kernel(Problem p, Args a, Sequences sequences,
+__global__ void __launch_bounds__(kThreads, 2) forward_kernel(Problem p, Args a, Sequences sequences, Lists lists,
                                                               Softmax<A>* softmaxes) {
   __shared__ Stage<A> stage;
   __shared__ Weights<A> weights;
@@ -45,12 +45,14 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(Problem p, Args a,
     Softmax<A> softmax{-A(INFINITY), 0};
     if (sinks) softmax = {load_at<A>(a.sink, h * a.sink.stride[0]), 1};
     A o[kGroups][2 * kVec<A>] = {};
-    for (int64_t i0 = 0; i0 < p.E * p.block && range.limit > 0; i0 += kTileCols) {
-      const uint32_t all = load_tile(p, a.indices, range, b, t, i0, tile), bits = h < p.H ? all : 0;
+    const List list = list_at(p, lists, b, t);
+    for (int64_t i0 = 0; i0 < list.num_positions; i0 += kTileCols) {
+      const uint32_t all = load_tile(p, list, range, i0, tile), bits = h < p.H ? all : 0;
       if (all == 0) continue;
-      A s[kPerLane];
+      A s[kPerLane], counts[kPerLane];
+      counts_of_lane(tile, counts);
       score_tile(stage, p, a, HeadRows{b, t, h0, p.H}, KeyRows{b, tile}, s);
-      const A factor = add_to_softmax(bits_of_lane(bits), s, &softmax.m, &softmax.l);
+      const A factor = add_to_softmax(bits_of_lane(bits), counts, s, &softmax.m, &softmax.l);
       for (int x = 0; x < kPerLane; ++x) weights[row][lane + x * kLanes] = s[x];
       const thalweg_tensor& value = p.latent ? a.k : a.v;
 #pragma unroll
@@ -79,7 +81,8 @@ void forward(const Problem& p, const Args& args, const Exec& exec, const CudaWor
   auto* softmaxes = static_cast<Softmax<A>*>(w.statistics);
   const int64_t chunks = p.V > kGroupColumns<A> ? ceil_div(p.V, kGroupColumns<A>) : 1;
   launch(exec, "sparse_flash_attention.fwd cuda_generic", forward_kernel<A>,
-         {capped_grid(p.B * p.T * ceil_div(p.H, kTileRows)), chunks}, kThreads, 0, p, args, w.sequences, softmaxes);
+         {capped_grid(p.B * p.T * ceil_div(p.H, kTileRows)), chunks}, kThreads, 0, p, args, w.sequences,
+         w.lists, softmaxes);
   if (p.wants_p)
     launch(exec, "sparse_flash_attention.fwd p", shares_kernel<A, Args>, {capped_grid(p.B * p.T)}, kThreads, 0, p, args,
            w.sequences, softmaxes, false);
@@ -89,7 +92,7 @@ void forward(const Problem& p, const Args& args, const Exec& exec, const CudaWor
 
 void cuda_generic_fwd(const Problem& p, const Plan&, const Args& args, const Exec& exec) {
   const CudaWorkspace w = lay_out_cuda(p, false, exec.workspace);
-  prepare(args, exec, w.sequences);
+  prepare(p, args, exec, w);
   p.dtype == THALWEG_F64 ? forward<double>(p, args, exec, w) : forward<float>(p, args, exec, w);
 }
 

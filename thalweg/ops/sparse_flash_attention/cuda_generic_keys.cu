@@ -5,10 +5,10 @@
 // Shapes    q [B T H K] k, d_k [B S K] v, d_v [B S V] q_rope [B T H KR] k_rope [B S KR] d_o [B T H V]
 // Takes     anything valid
 // Grid      x: a block of 8 warps a key; y: 576 columns of its gradients, each of which computes P and dS again
-// Tile      a warp takes every eighth pair of a naming slot and a head; channels lie along its lanes
+// Tile      a warp takes every eighth pair of a query that lists the key and a head; channels lie along its lanes
 // Smem      a row of sums
 // Regs      a lane has 18 sums
-// Order     slots by query, heads ascend; a warp's own pairs, then warps 0 to 7
+// Order     queries, heads ascend; a warp's own pairs, then warps 0 to 7
 // Numerics  float32 (float64 for f64)
 // Traps     lists are turned around with integer atomics and sorted after, so sums have one order. Where the value is
 //           the latent, its gradient is added to the first V columns of d_k
@@ -26,17 +26,16 @@ __device__ int64_t block_of(const Problem& p, const Pair& pair, int64_t n, int64
   return (p.packed ? pair.k_begin / p.block + n : n * ((p.S + p.block - 1) / p.block)) + position / p.block;
 }
 
+// The block that place `slot` of the queries' lists names.
 struct NamedBlock {
   Problem p;
-  thalweg_tensor indices;
+  Lists lists;
   Sequences sequences;
   __device__ int64_t operator()(int64_t slot) const {
-    const int64_t row = slot / p.E, b = row / p.T, t = row % p.T;
-    const RowPlace place = place_of_query(sequences, b, t);
-    if (!place.used) return -1;
-    const Pair& pair = sequences.pairs[place.n];
-    const int64_t entry = entry_at(indices, b, t, slot % p.E);
-    return is_visible(p, entry, limit_of(p, pair, t)) ? block_of(p, pair, place.n, entry * p.block) : -1;
+    const int64_t row = slot / p.E;
+    if (slot % p.E >= lists.lengths[row]) return -1;
+    const RowPlace place = place_of_query(sequences, row / p.T, row % p.T);
+    return block_of(p, sequences.pairs[place.n], place.n, int64_t(lists.entries[slot]) * p.block);
   }
 };
 
@@ -88,7 +87,7 @@ __device__ void add_pairs(const Call& call, const Inverse& inverse, const Pair& 
   const int64_t position = j - pair.k_begin, id = block_of(p, pair, n, position);
   const int64_t begin = inverse.starts[id], pairs = (inverse.starts[id + 1] - begin) * p.H;
   for (int64_t i = threadIdx.x / 32; i < pairs; i += kWarps) {
-    const int64_t row = inverse.slots[begin + i / p.H] / p.E, t = row % p.T, h = i % p.H;
+    const int64_t slot = inverse.slots[begin + i / p.H], row = slot / p.E, t = row % p.T, h = i % p.H;
     if (position >= limit_of(p, pair, t)) continue;
     const Statistic<A> statistic = call.statistics<A>()[row * p.H + h];
     if (isinf(statistic.L)) continue;
@@ -96,7 +95,7 @@ __device__ void add_pairs(const Call& call, const Inverse& inverse, const Pair& 
     const Rows<A, E> rows{row_at<E>(a.q, b, t, h), row_at<E>(a.q_rope, b, t, h), row_at<E>(a.d_o, b, t, h),
                           row_at<E>(a.k, b, j),    row_at<E>(a.k_rope, b, j),    row_at<E>(value, b, j)};
     const A s = A(p.scale) * warp_sum(dot<A>(rows.q, rows.k, p.K) + dot<A>(rows.q_rope, rows.k_rope, p.KR));
-    const A P = exp(s - statistic.L), dP = warp_sum(dot<A>(rows.d_o, rows.v, p.V));
+    const A P = A(call.lists.counts[slot]) * exp(s - statistic.L), dP = warp_sum(dot<A>(rows.d_o, rows.v, p.V));
     const A dS = A(p.scale) * score_gradient(call, statistic, b, t, h, P, dP);
 #pragma unroll
     for (int x = 0; x < kColumns; ++x) {
@@ -142,7 +141,7 @@ void keys(const Call& call, const Inverse& inverse, const Exec& exec) {
 }  // namespace
 
 void cuda_generic_keys(const Call& call, const Inverse& inverse, const Exec& exec) {
-  build_inverse(exec, inverse, NamedBlock{call.p, call.args.indices, call.sequences});
+  build_inverse(exec, inverse, NamedBlock{call.p, call.lists, call.sequences});
   switch (call.p.dtype) {
     case THALWEG_F64: return keys<double, double>(call, inverse, exec);
     case THALWEG_F32: return keys<float, float>(call, inverse, exec);

@@ -318,6 +318,7 @@ TEST(SparseFlashAttention, LatentValuesEqualSeparateOnes) {  // edge 20
       for (int64_t i = 0; i < 16; ++i) two["d_k"].data[size_t(row * 24 + i)] += two["d_v"].data[size_t(row * 16 + i)];
     two.erase("d_v");
     EXPECT_EQ(tests::out_of_limit(c, two, one, 2), "");
+    if (tt::on_cuda(c)) return;  // its tensors are mirrored one by one
     // The same memory given twice: still separate gradients.
     const thalweg_tensor k = separate.tensor("k");
     thalweg_tensor& alias = separate.tensor("v");
