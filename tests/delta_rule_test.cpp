@@ -295,6 +295,7 @@ TEST_P(DeltaRuleFaults, FourThousandDecodeStepsEqualOneForward) {
     Outputs want = run(whole), oracle = tt::run_reference(whole);
     for (const std::string& row : kernel_rows(pass("decode"))) {
       if (!machine_has(kernel_isa(pass("decode"), row))) continue;
+      if (tt::is_cuda_row(pass("decode"), row) && row != "cuda_generic") continue;  // K64 at least; @models has them
       Values state, o = decode_all(fwd, whole, row, &state);
       EXPECT_LE(tt::compare(o, oracle.at("o")).ratio, limits.o) << row;
       EXPECT_LE(tt::compare(state, oracle.at("final_state")).ratio, limits.state) << row;

@@ -102,7 +102,7 @@ Outputs run(const Case& c, bool* taken) {
 bool takes(const Case& c) {
   Problem problem(c);
   size_t bytes;
-  return c.pass->workspace(problem.args(), &problem.context(), &bytes) == THALWEG_OK;
+  return c.pass->workspace(tt::on_cuda(c) ? problem.device_args() : problem.args(), &problem.context(), &bytes) == THALWEG_OK;
 }
 
 bool same_bits(const Values& a, const Values& b) {

@@ -52,7 +52,7 @@ def test_kimi_delta_attention(dtype, tolerance):
 
 def test_rows():
     torch.manual_seed(1)
-    both(lambda x, w: ops.gated_rms_norm(x, w), (leaf(33, 96), leaf(96)), 1e-5)
+    both(lambda x, w: ops.gated_rms_norm(x, weight=w), (leaf(33, 96), leaf(96)), 1e-5)
     both(lambda x, w: ops.short_conv(x, w), (leaf(2, 50, 24), leaf(24, 4)), 1e-5)
 
 
