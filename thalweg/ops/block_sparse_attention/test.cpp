@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "tests/cuda_faults.h"
 #include "tests/properties.h"
 #include "thalweg/core/tensor.h"
 #include "thalweg/ops/block_sparse_attention/block_sparse_attention.h"
@@ -343,6 +344,16 @@ TEST(BlockSparseAttention, Edge30TheSameBitsForAnyThreadCountWithOneKeyHead) {
                EXPECT_EQ(first_difference(run(c), want), "") << threads << " threads";
              }
            });
+}
+
+// ---- On the GPU ----
+
+TEST(BlockSparseAttention, WrongValuesOnTheGpuAreContained) {
+  if (!tt::why_no_device().empty()) GTEST_SKIP() << tt::why_no_device();
+  const std::string packed = "f32,HK2,H4,K40,V33,block_q=16,block_k=16,mask=random:0.7,lse"
+                             ",varlen=20+30+14,varlen_k=30+30+30";
+  expect_borders_contained(kFwd + packed);
+  expect_borders_contained(kBwd + packed + ",d_o");
 }
 
 // ---- Refusals ----

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "tests/cuda_faults.h"
 #include "tests/properties.h"
 #include "thalweg/core/tensor.h"
 #include "thalweg/ops/lightning_indexer/reference.h"
@@ -234,6 +235,16 @@ TEST(LightningIndexer, TheTeachersSumIsAFactor) {
     const Values d_q = run(problem).at("d_q");
     for (double x : d_q.data) EXPECT_NEAR(x, 0, 1e-5);
   });
+}
+
+// ---- on the GPU --------------------------------------------------------------------------------------
+
+TEST(LightningIndexer, WrongValuesOnTheGpuAreContained) {
+  if (!tt::why_no_device().empty()) GTEST_SKIP() << tt::why_no_device();
+  const std::string packed = ":f32,H4,K16,E12,varlen=20+30+14,varlen_k=30+30+30";
+  expect_borders_contained("lightning_indexer.fwd" + packed + ",scores");
+  expect_borders_contained("lightning_indexer.loss" + packed + ",indices,p,loss,scores");
+  expect_borders_contained("lightning_indexer.bwd" + packed + ",indices,p");
 }
 
 // ---- memory, refusals -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/cuda_faults.h"
 #include "tests/slopes.h"
 #include "tests/support.h"
 #include "thalweg/core/tensor.h"
@@ -408,6 +409,15 @@ TEST(SparseFlashAttention, ManyQueries) {  // edge 24
       const tt::Verdict verdict = tt::verify(c);
       EXPECT_TRUE(verdict.passed()) << verdict.reason;
     });
+}
+
+// ---- On the GPU ----
+
+TEST(SparseFlashAttention, WrongValuesOnTheGpuAreContained) {
+  if (!tt::why_no_device().empty()) GTEST_SKIP() << tt::why_no_device();
+  const std::string packed = ":f32,H4,K40,V33,KR8,E12,q_rope,k_rope,p,varlen=20+30+14,varlen_k=30+30+30";
+  tests::expect_borders_contained("sparse_flash_attention.fwd" + packed + ",lse,row_max,row_sum");
+  tests::expect_borders_contained("sparse_flash_attention.bwd" + packed);
 }
 
 // ---- What is refused ----
