@@ -82,6 +82,7 @@ Problem check_common(const thalweg_pass& pass, const Args& a, const Sizes& sizes
   if (p.HV % p.H != 0)
     fail_field(pass, "v", "HV, got %lld, expected a multiple of H = %lld (from q)", (long long)p.HV, (long long)p.H);
   p.channels = kPerChannel<Args> ? p.K : 1;
+  p.fused = a.use_qk_l2norm || a.use_gate || a.use_beta_sigmoid;
   p.scale = a.scale == 0 ? 1 / std::sqrt(double(p.K)) : a.scale;
   if constexpr (kPerChannel<Args>) p.lower_bound = a.lower_bound;
   p.dtype = a.q.dtype;

@@ -13,6 +13,9 @@ void sm90_chunk_fwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_
 void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_bwd_args&, const Exec&) {
   fail_no_cuda();
 }
+void sm90_chunk_bwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_bwd_args&, const Exec&) {
+  fail_no_cuda();
+}
 void cuda_generic_decode(const Problem&, const Plan&, const thalweg_gated_delta_rule_decode_args&, const Exec&) {
   fail_no_cuda();
 }

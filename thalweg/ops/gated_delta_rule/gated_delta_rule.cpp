@@ -5,6 +5,7 @@
 #include "thalweg/delta_rule/check.h"
 #include "thalweg/delta_rule/fields.h"
 #include "thalweg/ops/gated_delta_rule/problem.h"
+#include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_plan.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_plan.h"
 
 namespace thalweg::gated_delta_rule {
@@ -27,6 +28,7 @@ const Kernel<Problem, Fwd> kFwdKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_fwd},
 };
 const Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"sm90_chunk_bwd", THALWEG_CUDA, Isa::kPortable, plan_chunk_bwd, sm90_chunk_bwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_generic_bwd, cuda_generic_bwd},
     {"cpu_chunk_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_key_heads<avx512::cpu_chunk_bwd_slot_bytes>,
      avx512::cpu_chunk_bwd},

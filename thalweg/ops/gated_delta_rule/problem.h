@@ -22,6 +22,7 @@ void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_gated_delta_rul
 void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_bwd_args&, const Exec&);
 void cuda_generic_decode(const Problem&, const Plan&, const thalweg_gated_delta_rule_decode_args&, const Exec&);
 void sm90_chunk_fwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_fwd_args&, const Exec&);
+void sm90_chunk_bwd(const Problem&, const Plan&, const thalweg_gated_delta_rule_bwd_args&, const Exec&);
 void sm90_decode(const Problem&, const Plan&, const thalweg_gated_delta_rule_decode_args&, const Exec&);
 
 // The same files, compiled per instruction set (cpu_chunk_fwd.cpp, cpu_chunk_bwd.cpp, cpu_decode.cpp).

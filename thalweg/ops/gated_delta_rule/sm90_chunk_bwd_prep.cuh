@@ -1,0 +1,318 @@
+// Pieces of sm90_chunk_bwd.cu: what the scans and the gradients need of every chunk, from q, k, g, beta alone.
+//
+// For each value head: G (sum of the gates, log2), E_i = 2^G_i, D_ni = 2^(G_n - G_i), beta; the strictly lower X with
+// (I + diag(beta) M)^-1 = I + diag(beta) X, where M_ij = D_ij k_i.k_j, i > j; and P_ij = scale D_ij q_i.k_j, i >= j.
+// X = -M (I + diag(beta) M)^-1, in float32: substitution on the 16x16 blocks of the diagonal, then two rounds of
+// X_21 = -(I + X_22 diag(beta)) M_21 (I + diag(beta) X_11) with products of three tf32 terms.
+#ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_PREP_CUH
+#define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_PREP_CUH
+
+#include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd.cuh"
+
+namespace thalweg::gated_delta_rule {
+namespace {
+
+constexpr int kPrepThreads = 128;
+constexpr int kPrepHeads = 2;  // value heads that are worked on together
+constexpr int kPitch = 68;     // floats of a row of M: rows stay 16-byte aligned, fragments free of bank conflicts
+
+struct PrepHead {
+  float M[kC][kPitch];  // becomes X, block by block
+  float Y[32][36];      // half of a merge
+};
+struct PrepScalars {
+  float G[kC], beta[kC];
+};
+template <int D>
+struct alignas(1024) PrepSmem {
+  union {
+    struct {
+      char q[D / 64 * kTile], k[D / 64 * kTile];
+    } keys;
+    struct {
+      char image[kPrepHeads][kTile];  // of P
+      PrepHead head[kPrepHeads];
+    } work;
+  };
+  PrepScalars scalars[kPrepHeads];
+};
+
+// ---- Scalars ----
+
+// By one warp: lane l holds tokens 2l and 2l+1.
+__device__ inline void load_scalars(const Call& call, const Chunk& chunk, int64_t hv, int lane, PrepScalars& s,
+                                    float* to) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  float g[2], b[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const bool there = 2 * lane + e < chunk.count;
+    const int64_t token = chunk.begin + 2 * lane + e;
+    const auto element = [&](const thalweg_tensor& t) {
+      return cuda::load_at<float>(t, chunk.b * t.stride[0] + token * t.stride[1] + hv * t.stride[2]);
+    };
+    g[e] = there && cuda::is_there(call.args.g) ? element(call.args.g) * kLog2e : 0.f;
+    if (g[e] < kLeastGate) g[e] = kLeastGate;
+    b[e] = !there ? 0.f : cuda::is_there(call.args.beta) ? element(call.args.beta) : 1.f;
+    if (!chunk.valid) g[e] = b[e] = cuda::nan_of<float>();
+  }
+  float sum = g[0] + g[1];
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  float before = __shfl_up_sync(0xffffffffu, sum, 1);
+  if (lane == 0) before = 0.f;
+  const float last = __shfl_sync(0xffffffffu, sum, 31);
+  const float2 G2 = {before + g[0], sum}, E2 = {cuda::exp2_fast(G2.x), cuda::exp2_fast(G2.y)};
+  const float2 Dn2 = {cuda::exp2_fast(last - G2.x), cuda::exp2_fast(last - G2.y)}, beta2 = {b[0], b[1]};
+  reinterpret_cast<float2*>(s.G)[lane] = G2, reinterpret_cast<float2*>(s.beta)[lane] = beta2;
+  float2* out = reinterpret_cast<float2*>(to);
+  out[kG * 32 + lane] = G2, out[kE * 32 + lane] = E2, out[kDn * 32 + lane] = Dn2, out[kBeta * 32 + lane] = beta2;
+}
+
+// ---- Float32 products of 16x16 blocks by one warp ----
+
+__device__ inline float high_part(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+
+// d += a(row, k) b(k, column), a and b functions on 16x16.
+template <class A, class B>
+__device__ void block_product(int lane, const A& a, const B& b, float (&d)[2][4]) {
+  const int g = lane >> 2, c = lane & 3;
+  float cross[2][2][4];  // products with a low part, apart: shorter chains of sums
+  zero(cross[0]), zero(cross[1]);
+#pragma unroll
+  for (int k = 0; k < 16; k += 8) {
+    const float af[4] = {a(g, k + c), a(g + 8, k + c), a(g, k + c + 4), a(g + 8, k + c + 4)};
+    float high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) high[i] = high_part(af[i]), low[i] = af[i] - high[i];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float b0 = b(k + c, 8 * n + g), b1 = b(k + c + 4, 8 * n + g), h0 = high_part(b0), h1 = high_part(b1);
+      cuda::mma_tf32(cross[0][n], low, h0, h1);
+      cuda::mma_tf32(cross[1][n], high, b0 - h0, b1 - h1);
+      cuda::mma_tf32(d[n], high, h0, h1);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[n][e] += cross[0][n][e] + cross[1][n][e];
+}
+template <class Put>
+__device__ void put_block(int lane, const float (&d)[2][4], const Put& put) {
+  const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) put(g + (e >> 1) * 8, 8 * n + 2 * c + (e & 1), d[n][e]);
+}
+
+// ---- The inverse ----
+
+// Column j of the diagonal block at `first`: 16 threads take one each, rows in step, so X may replace M.
+__device__ inline void invert_diagonal(PrepHead& s, const float* betas, int first, int j) {
+  float t[16];            // column j of (I + diag(beta) M)^-1
+  float row[16], next[16];  // of M; rows are asked for one ahead, not all at once
+  const auto load = [&](int i, float (&to)[16]) {
+    const float4* from = reinterpret_cast<const float4*>(&s.M[first + i][first]);
+#pragma unroll
+    for (int m = 0; m < i; m += 4) {
+      const float4 x = from[m / 4];
+      to[m] = x.x, to[m + 1] = x.y, to[m + 2] = x.z, to[m + 3] = x.w;
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float beta = betas[first + i];
+    if (i < 15) load(i + 1, next);
+    float x[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int m = 0; m < i; ++m) x[m & 3] -= row[m] * t[m];
+    x[0] = (x[0] + x[1]) + (x[2] + x[3]);
+    t[i] = i == j ? 1.f : beta * x[0];
+    __syncwarp();
+    s.M[first + i][first + j] = x[0];
+#pragma unroll
+    for (int m = 0; m < 16; ++m) row[m] = next[m];
+  }
+}
+
+// What stands left and right of M_21, where X is there already.
+struct Factors {
+  const PrepHead& s;
+  const float* beta;
+  __device__ float left(int i, int m) const { return s.M[i][m] * beta[m] + (i == m ? 1.f : 0.f); }
+  __device__ float right(int m, int j) const { return s.M[m][j] * beta[m] + (m == j ? 1.f : 0.f); }
+};
+
+// The blocks (1, 0) and (3, 2) of 16, one warp each.
+__device__ inline void merge_16(PrepHead& s, const float* beta, int which, int lane) {
+  const int J = which * 32, I = J + 16;
+  const Factors f{s, beta};
+  float y[2][4], x[2][4];
+  zero(y), zero(x);
+  block_product(lane, [&](int i, int m) { return s.M[I + i][J + m]; },
+                [&](int m, int j) { return f.right(J + m, J + j); }, y);
+  put_block(lane, y, [&](int i, int j, float v) { s.Y[which * 16 + i][j] = v; });
+  __syncwarp();
+  block_product(lane, [&](int i, int m) { return f.left(I + i, I + m); },
+                [&](int m, int j) { return s.Y[which * 16 + m][j]; }, x);
+  put_block(lane, x, [&](int i, int j, float v) { s.M[I + i][J + j] = -v; });
+}
+
+// The 32x32 block below, a quarter for each of four warps, in two halves with a barrier between.
+__device__ inline void merge_32_right(PrepHead& s, const float* beta, int warp, int lane) {
+  const int a = warp >> 1, b = warp & 1, I = 32 + 16 * a, J = 16 * b;
+  const Factors f{s, beta};
+  float y[2][4];
+  zero(y);
+  for (int c = b; c < 2; ++c)
+    block_product(lane, [&](int i, int m) { return s.M[I + i][16 * c + m]; },
+                  [&](int m, int j) { return f.right(16 * c + m, J + j); }, y);
+  put_block(lane, y, [&](int i, int j, float v) { s.Y[16 * a + i][J + j] = v; });
+}
+__device__ inline void merge_32_left(PrepHead& s, const float* beta, int warp, int lane) {
+  const int a = warp >> 1, b = warp & 1, I = 32 + 16 * a, J = 16 * b;
+  const Factors f{s, beta};
+  float x[2][4];
+  zero(x);
+  for (int c = 0; c <= a; ++c)
+    block_product(lane, [&](int i, int m) { return f.left(I + i, 32 + 16 * c + m); },
+                  [&](int m, int j) { return s.Y[16 * c + m][J + j]; }, x);
+  put_block(lane, x, [&](int i, int j, float v) { s.M[I + i][J + j] = -v; });
+}
+
+// ---- Tiles out ----
+
+// M to shared memory, P to its image. kk, qk: this warp's 16 rows, blocks up to its own.
+template <class T>
+__device__ void decay_products(PrepHead& s, const float* G, char* image, float scale, int warp, int lane, const float (&kk)[8][4],
+                               const float (&qk)[8][4]) {
+  const int g = lane >> 2, c = lane & 3, first = 16 * warp + g;
+  const Lanes lanes(lane);
+  const float Gi[2] = {G[first], G[first + 8]};
+  float2 Gj[8];
+#pragma unroll
+  for (int n = 0; n < 8; ++n) Gj[n] = *reinterpret_cast<const float2*>(G + 8 * n + 2 * c);
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    float p[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int i = first + 8 * e, j = 8 * (n + m) + 2 * c;
+        float M[2];
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const float D = cuda::exp2_fast(Gi[e] - (x ? Gj[n + m].y : Gj[n + m].x));
+          M[x] = i > j + x ? D * kk[n + m][2 * e + x] : 0.f;
+          p[m][2 * e + x] = i >= j + x ? scale * D * qk[n + m][2 * e + x] : 0.f;
+        }
+        *reinterpret_cast<float2*>(&s.M[i][j]) = {M[0], M[1]};
+      }
+    uint32_t a[4];
+    to_operand<T>(p[0], p[1], a);
+    cuda::store_matrices(tile_at(lanes.down, cuda::smem_address(image), 16 * warp, n / 2), a[0], a[1], a[2], a[3]);
+  }
+}
+
+template <class T>
+__device__ void store_tiles(const PrepHead& s, const char* image, char* X, char* P, int thread) {
+#pragma unroll
+  for (int i = thread; i < kC * 8; i += kPrepThreads) {
+    const int row = i / 8, piece = i % 8;
+    reinterpret_cast<uint4*>(P)[i] = reinterpret_cast<const uint4*>(image)[i];
+    const float4 *from = reinterpret_cast<const float4*>(&s.M[row][8 * piece]), low = from[0], high = from[1];
+    *reinterpret_cast<uint4*>(X + piece_at(row, piece)) = {pack<T>(low.x, low.y), pack<T>(low.z, low.w),
+                                                           pack<T>(high.x, high.y), pack<T>(high.z, high.w)};
+  }
+}
+
+// ---- Kernel ----
+
+// q.k and k.k of this warp's 16 tokens with those up to its own block.
+template <class T, int D>
+__device__ void key_products(uint32_t q, uint32_t k, int warp, int lane, float (&qk)[8][4], float (&kk)[8][4]) {
+  zero(kk), zero(qk);
+  const Lanes lanes(lane);
+#pragma unroll
+  for (int step = 0; step < D / 16; ++step) {
+    uint32_t qa[4], ka[4];
+    cuda::load_matrices(qa, tile_at(lanes.down, q, 16 * warp, step));
+    cuda::load_matrices(ka, tile_at(lanes.down, k, 16 * warp, step));
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (n > warp) break;
+      uint32_t b[4];
+      cuda::load_matrices(b, tile_at(lanes.across, k, 16 * n, step));
+      mma<T>(kk[2 * n], ka, b[0], b[1]), mma<T>(kk[2 * n + 1], ka, b[2], b[3]);
+      mma<T>(qk[2 * n], qa, b[0], b[1]), mma<T>(qk[2 * n + 1], qa, b[2], b[3]);
+    }
+  }
+}
+
+// Value heads [hv, hv + heads).
+template <class T>
+__device__ void prepare_heads(const Call& call, const Chunk& chunk, int64_t place, int64_t hv, int heads,
+                              PrepHead (&s)[kPrepHeads], const PrepScalars (&scalars)[kPrepHeads],
+                              char (&image)[kPrepHeads][kTile], int thread,
+                              const float (&qk)[8][4], const float (&kk)[8][4]) {
+  const int warp = thread / 32, lane = thread % 32;
+  for (int x = 0; x < heads; ++x) decay_products<T>(s[x], scalars[x].G, image[x], call.scale, warp, lane, kk, qk);
+  __syncthreads();
+  if (thread / kC < heads) invert_diagonal(s[thread / kC], scalars[thread / kC].beta, thread % kC / 16 * 16, thread % 16);
+  __syncthreads();
+  if (warp / 2 < heads) merge_16(s[warp / 2], scalars[warp / 2].beta, warp % 2, lane);
+  __syncthreads();
+  for (int x = 0; x < heads; ++x) merge_32_right(s[x], scalars[x].beta, warp, lane);
+  __syncthreads();
+  for (int x = 0; x < heads; ++x) merge_32_left(s[x], scalars[x].beta, warp, lane);
+  __syncthreads();
+  for (int x = 0; x < heads; ++x)
+    store_tiles<T>(s[x], image[x], call.square(call.at.X, place, hv + x), call.square(call.at.P, place, hv + x),
+                   thread);
+}
+
+// One block: a chunk and a key head, its value heads in turn.
+template <class T, int D>
+__global__ void __launch_bounds__(kPrepThreads, 3) prep_kernel(const __grid_constant__ Call call) {
+  extern __shared__ __align__(1024) char raw[];
+  auto& s = *reinterpret_cast<PrepSmem<D>*>(raw);
+  const int thread = threadIdx.x;
+  const int64_t place = blockIdx.x / call.H, h = blockIdx.x % call.H, group = call.HV / call.H;
+  const Chunk chunk = chunk_at(call, place);
+  if (chunk.count == 0) return;
+  const Args& a = call.args;
+  copy_rows<T, D, kPrepThreads>(s.keys.q, row_of<const T>(a.q, chunk.b, chunk.begin, h), a.q.stride[1], chunk.count,
+                                thread, call.aligned);
+  copy_rows<T, D, kPrepThreads>(s.keys.k, row_of<const T>(a.k, chunk.b, chunk.begin, h), a.k.stride[1], chunk.count,
+                                thread, call.aligned);
+  cuda::commit_copies();
+  const auto load_round = [&](int64_t x) {
+    const int64_t hv = h * group + x + thread / 32;
+    if (thread / 32 < kPrepHeads && x + thread / 32 < group)
+      load_scalars(call, chunk, hv, thread % 32, s.scalars[thread / 32], call.scalars(place, hv));
+  };
+  load_round(0);
+  cuda::wait_copies<0>();
+  __syncthreads();
+  float qk[8][4], kk[8][4];
+  key_products<T, D>(cuda::smem_address(s.keys.q), cuda::smem_address(s.keys.k), thread / 32, thread % 32, qk, kk);
+  for (int64_t x = 0; x < group; x += kPrepHeads) {
+    __syncthreads();  // q, k, and what is of the heads before are read
+    if (x > 0) load_round(x);
+    if (x > 0) __syncthreads();
+    const int64_t left = group - x;
+    // Addresses are computed anew for every round: there are not the registers to keep them.
+    prepare_heads<T>(call, chunk, place, h * group + x, int(left < kPrepHeads ? left : kPrepHeads), s.work.head,
+                     s.scalars, s.work.image, int(cuda::opaque(uint32_t(thread))), qk, kk);
+  }
+}
+
+}  // namespace
+}  // namespace thalweg::gated_delta_rule
+#endif

@@ -1,0 +1,400 @@
+// Pieces of sm90_chunk_bwd.cu: the two recurrences along a sequence, one grid. A block owns 64 columns of V of one
+// value head, forward (the states S that enter each chunk, and r) or in reverse (dS that leaves each chunk, y, d_v).
+//
+// One warpgroup holds the state transposed, [64 v][K], in the accumulators of wgmma; rounded, the same registers are
+// operand a of the next product. All products have tokens or K along their columns, so nothing is exchanged between
+// warps. Two warps load, up to kStages chunks ahead; two store what the others leave in shared memory.
+#ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
+#define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
+
+#include "thalweg/cuda/sm90/smem.cuh"
+#include "thalweg/cuda/sm90/wgmma.cuh"
+#include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd.cuh"
+
+namespace thalweg::gated_delta_rule {
+namespace {
+
+constexpr int kScanThreads = 256;  // a warpgroup that computes, 64 threads that load, 64 that store
+constexpr int kMoveThreads = 64;
+constexpr int kStages = 3;
+
+template <int K>
+struct ScanStage {
+  char k[K / 64 * kTile], q[K / 64 * kTile];  // q in reverse only
+  char v[kTile];                              // v, or d_o in reverse: [token][v]
+  char X[kTile], P[kTile];                    // P in reverse only
+  float scalars[4][kC];
+};
+template <int K>
+struct alignas(1024) ScanSmem {
+  ScanStage<K> stage[kStages];
+  // On their way out:
+  char state[K / 64 * kTile];  // [v][K]
+  char rows[kTile];            // r or y, [v][token]
+  char d_v[kTile];             // [token][v]
+  uint64_t full[kStages], empty[kStages];
+  uint64_t state_full, state_empty, rows_full, rows_empty;
+};
+
+// A block's work.
+struct Chain {
+  int64_t n, hv, slice;
+  bool reverse;
+};
+
+__device__ inline Chain chain_of(const Call& call, int64_t block) {
+  const int64_t chains = call.N * call.HV * call.VS;
+  const bool reverse = block < chains;
+  if (!reverse) block -= chains;
+  return {block / (call.VS * call.HV), block / call.VS % call.HV, block % call.VS, reverse};
+}
+
+// ---- The loading and storing warps ----
+
+// Walks over the chunks of a chain in its order.
+struct ChunkWalk {
+  int count, i = 0;  // chunks of the sequence, chunks done
+  bool reverse;
+  __device__ ChunkWalk(const Sequence& seq, bool reverse) : count(int(seq.chunks())), reverse(reverse) {}
+  __device__ bool ends() const { return i == count; }
+  __device__ int at() const { return reverse ? count - 1 - i : i; }  // chunk
+};
+
+// A chunk is announced once the next one is asked for: wgmma may read what these threads' copies wrote only after a
+// fence of theirs, so each waits for its own.
+template <class T, int K>
+__device__ void load_chunks(const Call& call, const Chain& w, const Sequence& seq, ScanSmem<K>& s, int thread) {
+  const Args& a = call.args;
+  const thalweg_tensor& vo = w.reverse ? a.d_o : a.v;
+  const bool there = cuda::is_there(vo);
+  const int64_t h = w.hv / (call.HV / call.H), vo_stride = there ? vo.stride[1] : 0;
+  const T* k = row_of<const T>(a.k, seq.b, seq.begin, h);
+  const T* q = row_of<const T>(a.q, seq.b, seq.begin, h);
+  const T* v = there ? row_of<const T>(vo, seq.b, seq.begin, w.hv) + 64 * w.slice
+                     : reinterpret_cast<const T*>(call.workspace);
+  const auto full = [&](int stage) { return cuda::smem_address(&s.full[stage]); };
+  int stage = 0, before = 0;
+  uint32_t parity = 1;  // a fresh barrier has completed the phase before its first
+  for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i) {
+    const int64_t first = int64_t(walk.at()) * kC, place = seq.first_chunk + walk.at();
+    const int count = int(seq.length - first < kC ? seq.length - first : kC);
+    ScanStage<K>& to = s.stage[stage];
+    cuda::wait_barrier(cuda::smem_address(&s.empty[stage]), parity);
+    if (thread == 0) {
+      cuda::arrive_expecting(full(stage), (w.reverse ? 2 : 1) * kTile + kScalarBytes);
+      cuda::bulk_load(cuda::smem_address(to.scalars), call.scalars(place, w.hv), kScalarBytes, full(stage));
+      cuda::bulk_load(cuda::smem_address(to.X), call.square(call.at.X, place, w.hv), kTile, full(stage));
+      if (w.reverse)
+        cuda::bulk_load(cuda::smem_address(to.P), call.square(call.at.P, place, w.hv), kTile, full(stage));
+    }
+    copy_rows<T, K, kMoveThreads>(to.k, k + first * a.k.stride[1], a.k.stride[1], count, thread, call.aligned);
+    if (w.reverse)
+      copy_rows<T, K, kMoveThreads>(to.q, q + first * a.q.stride[1], a.q.stride[1], count, thread, call.aligned);
+    copy_rows<T, 64, kMoveThreads>(to.v, v + first * vo_stride, vo_stride, there ? count : 0, thread, call.aligned);
+    cuda::commit_copies();
+    if (walk.i > 0) {
+      cuda::wait_copies<1>();
+      cuda::fence_before_bulk();
+      cuda::arrive(full(before));
+    }
+    before = stage;
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  cuda::wait_copies<0>();
+  cuda::fence_before_bulk();
+  if (seq.length > 0) cuda::arrive(full(before));
+}
+
+// `bytes` of shared memory to the workspace, in order.
+template <int bytes>
+__device__ void store_image(char* to, const char* from, int thread) {
+#pragma unroll 8
+  for (int i = thread * 16; i < bytes; i += kMoveThreads * 16)
+    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+}
+
+template <class T, int K>
+__device__ void store_chunks(const Call& call, const Chain& w, const Sequence& seq, ScanSmem<K>& s, int thread) {
+  const thalweg_tensor& d_v = call.args.d_v;
+  const bool has_d_v = w.reverse && cuda::is_there(d_v);
+  T* rows = has_d_v ? row_of<T>(d_v, seq.b, seq.begin, w.hv) + 64 * w.slice : nullptr;
+  const auto done = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (thread % 32 == 0) cuda::arrive(cuda::smem_address(&barrier));
+  };
+  uint32_t parity = 0;
+  for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i, parity ^= 1) {
+    const int64_t first = int64_t(walk.at()) * kC, place = seq.first_chunk + walk.at();
+    cuda::wait_barrier(cuda::smem_address(&s.state_full), parity);
+    store_image<K / 64 * kTile>(call.state(w.reverse ? call.at.dS : call.at.S, place, w.hv, w.slice), s.state, thread);
+    done(s.state_empty);
+    cuda::wait_barrier(cuda::smem_address(&s.rows_full), parity);
+    store_image<kTile>(call.rows(w.reverse ? call.at.y : call.at.r, place, w.hv, w.slice), s.rows, thread);
+    if (has_d_v)
+#pragma unroll 4
+      for (int i = thread; i < kC * 8; i += kMoveThreads)
+        if (first + i / 8 < seq.length)
+          store_piece(rows + (first + i / 8) * d_v.stride[1] + i % 8 * 8, s.d_v + piece_at(i / 8, i % 8), call.aligned);
+    done(s.rows_empty);
+  }
+}
+
+// ---- The computing warpgroup ----
+
+template <class T, int K>
+struct Scan {
+  const Call& call;
+  const Chain& chain;
+  ScanSmem<K>& s;
+  int warp, lane, g, c;
+  Lanes lanes;
+  float S[K / 2];  // S^T or dS^T: S[4n + e] has row v = 16 warp + g (+8), column k = 8n + 2c (+1)
+  float x[32];     // [64 v][64 tokens]
+
+  __device__ Scan(const Call& call, const Chain& chain, ScanSmem<K>& s, int warp, int lane)
+      : call(call), chain(chain), s(s), warp(warp), lane(lane), g(lane >> 2), c(lane & 3), lanes(lane) {}
+
+  __device__ static uint32_t at(const void* p) { return cuda::smem_address(p); }
+
+  // f(element of S, k, v) for all of this lane's.
+  template <class F>
+  __device__ void each(const F& f) {
+#pragma unroll
+    for (int i = 0; i < K / 2; ++i)
+      f(S[i], int64_t(i / 4 * 8 + 2 * c + (i & 1)), 64 * chain.slice + 16 * warp + g + (i >> 1 & 1) * 8);
+  }
+  __device__ void load_state(const thalweg_tensor& t) {
+    const bool there = cuda::is_there(t);
+    const int64_t head = there ? chain.n * t.stride[0] + chain.hv * t.stride[1] : 0;
+    each([&](float& x, int64_t k, int64_t v) {
+      x = there ? cuda::load_at<float>(t, head + k * t.stride[2] + v * t.stride[3]) : 0.f;
+    });
+  }
+  __device__ void store_state(const thalweg_tensor& t, bool valid) {
+    if (!cuda::is_there(t)) return;
+    const int64_t head = chain.n * t.stride[0] + chain.hv * t.stride[1];
+    each([&](float& x, int64_t k, int64_t v) {
+      cuda::store_at(t, head + k * t.stride[2] + v * t.stride[3], valid ? x : cuda::nan_of<float>());
+    });
+  }
+
+  // Four neighbours of two C tiles, from p[8n], as operand a.
+  __device__ static void operand(const float* p, uint32_t (&a)[4]) {
+    a[0] = pack<T>(p[0], p[1]), a[1] = pack<T>(p[2], p[3]), a[2] = pack<T>(p[4], p[5]), a[3] = pack<T>(p[6], p[7]);
+  }
+  // Factors of the tokens that those belong to: 16n + 2c, +1, +8, +9.
+  __device__ float4 factors(const float* of, int n) const {
+    const float2 low = *reinterpret_cast<const float2*>(of + 16 * n + 2 * c);
+    const float2 high = *reinterpret_cast<const float2*>(of + 16 * n + 8 + 2 * c);
+    return {low.x, low.y, high.x, high.y};
+  }
+  __device__ void scaled_operand(int n, const float4& f, uint32_t (&a)[4]) const {
+    const float* p = x + 8 * n;
+    a[0] = pack<T>(p[0] * f.x, p[1] * f.y), a[1] = pack<T>(p[2] * f.x, p[3] * f.y);
+    a[2] = pack<T>(p[4] * f.z, p[5] * f.w), a[3] = pack<T>(p[6] * f.z, p[7] * f.w);
+  }
+
+  // Rounded, the state as operand a; then, while products run, to the storing warps.
+  __device__ void round_state(uint32_t (&a)[K / 16][4]) const {
+#pragma unroll
+    for (int step = 0; step < K / 16; ++step) operand(S + 8 * step, a[step]);
+  }
+  __device__ void hand_over(uint64_t& barrier) const {
+    __syncwarp();
+    if (lane == 0) cuda::arrive(at(&barrier));
+  }
+  __device__ void publish_state(const uint32_t (&a)[K / 16][4], uint32_t parity) {
+    cuda::wait_barrier(at(&s.state_empty), parity ^ 1);
+#pragma unroll
+    for (int step = 0; step < K / 16; ++step)
+      cuda::store_matrices(tile_at(lanes.down, at(s.state), 16 * warp, step), a[step][0], a[step][1], a[step][2],
+                           a[step][3]);
+    hand_over(s.state_full);
+  }
+  // x, and in reverse d_v = beta x.
+  template <bool reverse>
+  __device__ void publish_rows(const float* beta, uint32_t parity) {
+    cuda::wait_barrier(at(&s.rows_empty), parity ^ 1);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      uint32_t a[4];
+      operand(x + 8 * n, a);
+      cuda::store_matrices(tile_at(lanes.down, at(s.rows), 16 * warp, n), a[0], a[1], a[2], a[3]);
+      if constexpr (reverse) {
+        scaled_operand(n, factors(beta, n), a);
+        cuda::store_matrices_transposed(tile_at(lanes.across, at(s.d_v), 16 * n, warp), a[0], a[1], a[2], a[3]);
+      }
+    }
+    hand_over(s.rows_full);
+  }
+
+  // ---- Products: between a fence and a wait ----
+
+  // x = a k^T
+  __device__ void times_keys(const uint32_t (&a)[K / 16][4], const char* k) {
+    const uint64_t b = cuda::sm90::descriptor(at(k));
+#pragma unroll
+    for (int step = 0; step < K / 16; ++step)
+      cuda::sm90::wgmma_rs_n64<T, 0>(x, a[step], cuda::sm90::advanced(b, step / 4 * kTile + step % 4 * 32), step > 0);
+  }
+  // z (+)= a b^T or, with rows of b for each token summed over, a b
+  template <int kMajorN>
+  __device__ void times_square(float (&z)[32], const uint32_t (&a)[4][4], const char* tile, bool accumulate) {
+    const uint64_t b = cuda::sm90::descriptor(at(tile));
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      cuda::sm90::wgmma_rs_n64<T, kMajorN>(z, a[step], cuda::sm90::advanced(b, step * (kMajorN ? 2048 : 32)),
+                                           accumulate || step > 0);
+  }
+  // S += a b for b [64 tokens][K]
+  __device__ void advance(const uint32_t (&a)[4][4], const char* rows) {
+    const uint64_t b = cuda::sm90::descriptor(at(rows), kTile);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      if constexpr (K == 128)
+        cuda::sm90::wgmma_rs_n128<T, 1>(S, a[step], cuda::sm90::advanced(b, step * 2048), true);
+      else
+        cuda::sm90::wgmma_rs_n64<T, 1>(S, a[step], cuda::sm90::advanced(b, step * 2048), true);
+  }
+  __device__ void decay(float f) {
+#pragma unroll
+    for (int i = 0; i < K / 2; ++i) S[i] *= f;
+  }
+
+  // r = (I + X diag(beta)) (v - E k S);  S <- E_n S + k^T (D_n beta r)
+  __device__ void forward(const ScanStage<K>& in, uint32_t parity) {
+    const float(*f)[kC] = in.scalars;
+    uint32_t a[K / 16][4], b[4][4];
+    round_state(a);
+    cuda::sm90::wgmma_fence();
+    times_keys(a, in.k);
+    cuda::sm90::wgmma_commit();
+    publish_state(a, parity);
+    cuda::sm90::wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      uint32_t v[4];
+      cuda::load_matrices_transposed(v, tile_at(lanes.across, at(in.v), 16 * n, warp));
+      const float4 E = factors(f[kE], n);
+      const float2 v0 = unpack<T>(v[0]), v1 = unpack<T>(v[1]), v2 = unpack<T>(v[2]), v3 = unpack<T>(v[3]);
+      float* p = x + 8 * n;
+      p[0] = v0.x - E.x * p[0], p[1] = v0.y - E.y * p[1], p[2] = v1.x - E.x * p[2], p[3] = v1.y - E.y * p[3];
+      p[4] = v2.x - E.z * p[4], p[5] = v2.y - E.w * p[5], p[6] = v3.x - E.z * p[6], p[7] = v3.y - E.w * p[7];
+      scaled_operand(n, factors(f[kBeta], n), b[n]);
+    }
+    cuda::sm90::wgmma_fence();
+    times_square<0>(x, b, in.X, true);
+    cuda::sm90::wgmma_commit();
+    decay(f[kE][kC - 1]);
+    cuda::sm90::wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float4 Dn = factors(f[kDn], n), beta = factors(f[kBeta], n);
+      scaled_operand(n, {Dn.x * beta.x, Dn.y * beta.y, Dn.z * beta.z, Dn.w * beta.w}, b[n]);
+    }
+    cuda::sm90::wgmma_fence();
+    advance(b, in.k);
+    cuda::sm90::wgmma_commit();
+    publish_rows<false>(nullptr, parity);
+    cuda::sm90::wgmma_wait<0>();
+  }
+
+  // dU = D_n k dS + P^T d_o;  y = (I + X^T diag(beta)) dU;  d_v = beta y;
+  // dS <- E_n dS + q^T (scale E d_o) - k^T (E d_v)
+  __device__ void backward(const ScanStage<K>& in, uint32_t parity) {
+    const float(*f)[kC] = in.scalars;
+    uint32_t a[K / 16][4], b[4][4];
+    float z[32];
+    round_state(a);
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      cuda::load_matrices_transposed(b[n], tile_at(lanes.across, at(in.v), 16 * n, warp));
+    cuda::sm90::wgmma_fence();
+    times_keys(a, in.k);
+    times_square<1>(z, b, in.P, false);
+    cuda::sm90::wgmma_commit();
+    decay(f[kE][kC - 1]);
+    uint32_t w[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float4 E = factors(f[kE], n);
+      const float Es[4] = {call.scale * E.x, call.scale * E.y, call.scale * E.z, call.scale * E.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 o = unpack<T>(b[n][e]);
+        w[n][e] = pack<T>(o.x * Es[e / 2 * 2], o.y * Es[e / 2 * 2 + 1]);
+      }
+    }
+    cuda::sm90::wgmma_fence();
+    advance(w, in.q);
+    cuda::sm90::wgmma_commit();
+    publish_state(a, parity);
+    cuda::sm90::wgmma_wait<1>();
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float4 Dn = factors(f[kDn], n);
+      float* p = x + 8 * n;
+      const float* o = z + 8 * n;
+      p[0] = o[0] + Dn.x * p[0], p[1] = o[1] + Dn.y * p[1], p[2] = o[2] + Dn.x * p[2], p[3] = o[3] + Dn.y * p[3];
+      p[4] = o[4] + Dn.z * p[4], p[5] = o[5] + Dn.w * p[5], p[6] = o[6] + Dn.z * p[6], p[7] = o[7] + Dn.w * p[7];
+      scaled_operand(n, factors(f[kBeta], n), b[n]);
+    }
+    cuda::sm90::wgmma_fence();
+    times_square<1>(x, b, in.X, true);
+    cuda::sm90::wgmma_commit();
+    cuda::sm90::wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float4 E = factors(f[kE], n), beta = factors(f[kBeta], n);
+      scaled_operand(n, {-E.x * beta.x, -E.y * beta.y, -E.z * beta.z, -E.w * beta.w}, b[n]);
+    }
+    cuda::sm90::wgmma_fence();
+    advance(b, in.k);
+    cuda::sm90::wgmma_commit();
+    publish_rows<true>(f[kBeta], parity);
+    cuda::sm90::wgmma_wait<0>();
+  }
+
+  template <bool reverse>
+  __device__ void run(const Sequence& seq) {
+    load_state(reverse ? call.args.d_final_state : call.args.initial_state);
+    int stage = 0;
+    uint32_t parity = 0;
+    for (ChunkWalk walk(seq, reverse); !walk.ends(); ++walk.i) {
+      cuda::wait_barrier(at(&s.full[stage]), parity);
+      if constexpr (reverse) backward(s.stage[stage], walk.i & 1);
+      else forward(s.stage[stage], walk.i & 1);
+      hand_over(s.empty[stage]);
+      if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+    if (reverse) store_state(call.args.d_initial_state, seq.valid);
+  }
+};
+
+template <class T, int K>
+__global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(const __grid_constant__ Call call) {
+  extern __shared__ __align__(1024) char raw[];
+  auto& s = *reinterpret_cast<ScanSmem<K>*>(raw);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    const auto init = [](uint64_t& barrier, int arrivals) {
+      cuda::init_barrier(cuda::smem_address(&barrier), uint32_t(arrivals));
+    };
+    for (int i = 0; i < kStages; ++i) init(s.full[i], kMoveThreads + 1), init(s.empty[i], 4);
+    init(s.state_full, 4), init(s.state_empty, kMoveThreads / 32);
+    init(s.rows_full, 4), init(s.rows_empty, kMoveThreads / 32);
+    cuda::fence_barrier_init();
+  }
+  __syncthreads();
+  const Chain chain = chain_of(call, blockIdx.x);
+  const Sequence seq = sequence_at(call, chain.n);
+  if (warp >= 6) return store_chunks<T, K>(call, chain, seq, s, int(threadIdx.x) - 192);
+  if (warp >= 4) return load_chunks<T, K>(call, chain, seq, s, int(threadIdx.x) - 128);
+  Scan<T, K> scan(call, chain, s, warp, lane);
+  if (chain.reverse) scan.template run<true>(seq);
+  else scan.template run<false>(seq);
+}
+
+}  // namespace
+}  // namespace thalweg::gated_delta_rule
+#endif
