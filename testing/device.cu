@@ -131,6 +131,16 @@ __global__ void product_kernel(float* out, int rounds) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
+// 64 bytes a thread, on their way at once.
+__global__ void copy_kernel(uint4* to, const uint4* from) {
+  const size_t at = size_t(blockIdx.x) * blockDim.x * 4 + threadIdx.x;
+  uint4 x[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = __ldcs(from + at + size_t(i) * blockDim.x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) __stcs(to + at + size_t(i) * blockDim.x, x[i]);
+}
+
 double median_of(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + int64_t(values.size() / 2), values.end());
   return values[values.size() / 2];
@@ -158,8 +168,9 @@ double device_copy_gbs() {
   cuda_check(cudaMemset(a.data(), 0x3c, bytes), "filling memory");
   std::vector<double> us = time_graph(
       [&](void* stream) {
-        cuda_check(cudaMemcpyAsync(b.data(), a.data(), bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)),
-                   "copying on the device");
+        copy_kernel<<<unsigned(bytes / 64 / 256), 256, 0, static_cast<cudaStream_t>(stream)>>>(
+            reinterpret_cast<uint4*>(b.data()), reinterpret_cast<const uint4*>(a.data()));
+        cuda_check(cudaGetLastError(), "launching a copy");
       },
       9);
   return 2 * double(bytes) / median_of(us) * 1e-3;

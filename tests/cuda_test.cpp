@@ -51,8 +51,16 @@ bool has_nan(const Outputs& outputs) {
   return false;
 }
 
-// Calls with other values of a tensor: nothing outside the outputs is written, the report names the tensor.
+bool cpu_refuses(const Case& c, const std::string& field, const Values& values) {
+  Problem problem(with_kernel(c, kernel_rows(*c.pass).back()));
+  problem.set(field, values);
+  return problem.call() == THALWEG_INVALID_ARGUMENT;
+}
+
+// Calls with other values of a tensor, which the CPU refuses: nothing outside the outputs is written, the report names
+// the tensor.
 Outputs run_with(const Case& c, const std::string& field, const Values& values) {
+  EXPECT_TRUE(cpu_refuses(c, field, values)) << c.text();
   Problem problem(c);
   problem.set(field, values);
   problem.poison_outputs();
@@ -73,7 +81,9 @@ TEST_F(Cuda, WrongBordersGiveNaNAndAReport) {
       for (double wrong : {right.data[last] + 1e6, -7.0, -1e9}) {
         Values borders = right;
         borders.data[last] = wrong;
-        EXPECT_TRUE(has_nan(run_with(c, field, borders))) << c.text();
+        const Outputs got = run_with(c, field, borders);
+        // A border below 0 leaves the sequence no rows, so that only its state can tell.
+        if (wrong > 0) EXPECT_TRUE(has_nan(got)) << c.text();
       }
       Values first = right;
       first.data[0] = 1;
@@ -88,7 +98,9 @@ TEST_F(Cuda, SequencesBeforeAWrongBorderKeepTheirNumbers) {
     Problem problem(c);
     Values borders = problem.inputs().at("cu_seqlens");
     if (borders.data.size() < 3 || borders.data[1] == 0) return;
-    const Values want = run(problem).at(name);
+    const Outputs right = run(problem);
+    if (!right.count(name)) return;
+    const Values& want = right.at(name);
     borders.data.back() = 1e6;
     const Values got = run_with(c, "cu_seqlens", borders).at(name);
     const int axis = axis_of(*tt::find_field(*c.pass, name), "T");
@@ -124,6 +136,7 @@ TEST_F(Cuda, WrongIndicesGiveNaNAndAReport) {
     if (indices.data.empty()) return;
     for (double wrong : {1e6, -9.0}) {
       indices.data[0] = wrong;
+      if (!cpu_refuses(c, "indices", indices)) continue;  // an entry that is not visible is nobody's fault
       EXPECT_TRUE(has_nan(run_with(c, "indices", indices))) << c.text();
     }
   });
