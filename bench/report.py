@@ -71,16 +71,24 @@ def roof_text(record):
     value = record.get("roof_value")
     if not isinstance(value, (int, float)):
         return "–"
+    if record.get("roof") == "bf16":
+        return f"bf16 products {value / 1e3:.0f} TFLOP/s"
     if record.get("roof") == "fma":
         return f"fma {record.get('roof_isa', '')} {value:.0f} GFLOP/s"
     return f"{record.get('roof')} {value:.1f} GB/s"
 
 
-def machine_title(machine):
+def machine_title(record):
+    if record.get("gpu"):
+        return record["gpu"]
+    machine = record["machine"]
     return f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores, {machine.get('isa', '?')}"
 
 
-def machine_lines(machine):
+def machine_lines(machine, gpu):
+    if gpu:
+        host = f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
+        return [f"Calls replayed as CUDA graphs; host: {host}; {machine.get('system', '')}.", ""]
     caches = ", ".join(f"{name.upper()} {machine[name + '_bytes'] / 1024:.0f} KiB" for name in ("l1", "l2", "l3")
                        if isinstance(machine.get(name + "_bytes"), (int, float)))
     return [f"{caches}; {machine.get('compiler', 'unknown compiler')}; {machine.get('system', '')}.", ""]
@@ -107,7 +115,7 @@ def file_lines(name, records):
             times = f"{1 / share:.2f}" if isinstance(share, (int, float)) and share > 0 else "–"
             workspace = r.get("workspace_bytes")
             workspace = f"{workspace / 2**20:.1f} MiB" if isinstance(workspace, (int, float)) else "–"
-            out.append(f"| `{r['case']}` | {r['kernel']} | {r['threads']} | {r.get('buffers', '–')} | {time_text(r['median_us'])} "
+            out.append(f"| `{r['case']}` | {r['kernel']} | {'–' if r.get('gpu') else r['threads']} | {r.get('buffers', '–')} | {time_text(r['median_us'])} "
                        f"| {percent(r['spread'])} | {number(r, 'gflops', '{:.1f}')} | {number(r, 'gbs', '{:.1f}')} "
                        f"| {roof_text(r)} | {number(r, 'roof_share', '{:.3f}')} | {times} | {workspace} |")
         out.append("")
@@ -133,19 +141,19 @@ def file_lines(name, records):
 
 
 def report_text():
-    machines = {}  # title and details -> {file: records}
+    machines = {}  # title, details, whether a GPU -> {file: records}
     for path in sorted(RESULTS.rglob("*.jsonl")):
         name = str(path.relative_to(RESULTS))[:-len(".jsonl")]
         if name.startswith("ascend/"):  # verdicts and counts of a compiler, no times
             continue
         for record in read_records(path):
-            key = (machine_title(record["machine"]), json.dumps(record["machine"], sort_keys=True))
+            key = (machine_title(record), json.dumps(record["machine"], sort_keys=True), bool(record.get("gpu")))
             machines.setdefault(key, {}).setdefault(name, []).append(record)
     out = HEAD.splitlines() + [""]
     if not machines:
         out += ["No results are committed yet.", ""]
-    for (title, machine), files in sorted(machines.items()):
-        out += [f"## {title}", ""] + machine_lines(json.loads(machine))
+    for (title, machine, gpu), files in sorted(machines.items()):
+        out += [f"## {title}", ""] + machine_lines(json.loads(machine), gpu)
         for name, records in sorted(files.items()):
             out += file_lines(name, records)
     return "\n".join(out).rstrip("\n") + "\n"
