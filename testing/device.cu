@@ -13,6 +13,9 @@
 #include "thalweg/core/device.h"
 #include "thalweg/core/error.h"
 #include "thalweg/cuda/check.h"
+#include "thalweg/cuda/sm90/ptx.cuh"
+#include "thalweg/cuda/sm90/smem.cuh"
+#include "thalweg/cuda/sm90/wgmma.cuh"
 
 namespace thalweg::testing {
 
@@ -108,26 +111,34 @@ struct Graph {
   Graph& operator=(const Graph&) = delete;
 };
 
-// One warp's chains of m16n8k16 products on operands that stay in registers.
-__global__ void product_kernel(float* out, int rounds) {
-  unsigned a[4], b[2];
-  float c[8][4] = {};
-  unsigned seed = threadIdx.x * 2654435761u + blockIdx.x;
+// Four warpgroups multiply their rows, which stay in registers, with one tile of 128 columns in shared memory.
+constexpr int kProductGroups = 4, kProductRounds = 2048;
+constexpr double kProductFlops = 2.0 * 64 * 128 * 64;  // of a round of one group
+
+__global__ void __launch_bounds__(128 * kProductGroups, 1) product_kernel(float* out) {
+  __shared__ __align__(1024) uint32_t tile[128 * 32];
+  unsigned seed = (threadIdx.x + blockIdx.x * blockDim.x) * 2654435761u;
   auto next = [&] {  // two bf16 of magnitude near 1
     seed = seed * 1664525u + 1013904223u;
     return (seed & 0x807f807fu) | 0x3f003f00u;
   };
+  for (int i = threadIdx.x; i < 128 * 32; i += blockDim.x) tile[i] = next();
+  uint32_t a[4];
   for (auto& x : a) x = next();
-  for (auto& x : b) x = next();
-  for (int i = 0; i < rounds; ++i)
-    for (auto& d : c)
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  float d[64] = {};
+  cuda::sm90::fence_proxy_async();
+  __syncthreads();
+  const uint64_t b = cuda::sm90::descriptor(uint32_t(__cvta_generic_to_shared(tile)));
+  cuda::sm90::wgmma_fence();
+  for (int i = 0; i < kProductRounds; ++i) {
+#pragma unroll
+    for (uint32_t step = 0; step < 4; ++step)
+      cuda::sm90::wgmma_rs_n128<__nv_bfloat16>(d, a, cuda::sm90::advanced(b, 32 * step), true);
+    cuda::sm90::wgmma_commit();
+  }
+  cuda::sm90::wgmma_wait<0>();
   float sum = 0;
-  for (auto& d : c)
-    for (float x : d) sum += x;
+  for (float x : d) sum += x;
   out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
@@ -177,16 +188,15 @@ double device_copy_gbs() {
 }
 
 double device_bf16_gflops() {
-  const int blocks = int(cuda_device(0).num_sms) * 4, threads = 256, rounds = 4096;
+  const int blocks = int(cuda_device(0).num_sms) * 2, threads = 128 * kProductGroups;
   DeviceMemory out(size_t(blocks) * threads * sizeof(float));
   std::vector<double> us = time_graph(
       [&](void* stream) {
-        product_kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(reinterpret_cast<float*>(out.data()),
-                                                                                  rounds);
+        product_kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(reinterpret_cast<float*>(out.data()));
         cuda_check(cudaGetLastError(), "launching products");
       },
       9);
-  return double(blocks) * (threads / 32) * rounds * 8 * (2.0 * 16 * 8 * 16) / median_of(us) * 1e-3;
+  return kProductFlops * kProductRounds * kProductGroups * blocks / median_of(us) * 1e-3;
 }
 
 }  // namespace thalweg::testing
