@@ -129,12 +129,13 @@ __global__ void __launch_bounds__(128 * kProductGroups, 1) product_kernel(float*
   cuda::sm90::fence_proxy_async();
   __syncthreads();
   const uint64_t b = cuda::sm90::descriptor(uint32_t(__cvta_generic_to_shared(tile)));
-  cuda::sm90::wgmma_fence();
   for (int i = 0; i < kProductRounds; ++i) {
+    cuda::sm90::wgmma_fence();
 #pragma unroll
     for (uint32_t step = 0; step < 4; ++step)
       cuda::sm90::wgmma_rs_n128<__nv_bfloat16>(d, a, cuda::sm90::advanced(b, 32 * step), true);
     cuda::sm90::wgmma_commit();
+    cuda::sm90::wgmma_wait<1>();
   }
   cuda::sm90::wgmma_wait<0>();
   float sum = 0;
