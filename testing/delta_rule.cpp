@@ -214,8 +214,6 @@ bool is_scalar_gradient(const std::string& output) {
   return output == "d_g" || output == "d_beta" || output == "d_A_log" || output == "d_dt_bias";
 }
 
-}  // namespace
-
 // Rows whose matrix products take 16-bit operands: what rounding them costs shows in every output, in float32 ones too.
 // With nearly parallel keys and strong writes it grows as the problem's condition does (measured in bf16: o 1.1e-2, states
 // 1.4e-2, gradients 1.3e-2).
@@ -224,6 +222,8 @@ double limit_of_products(const Case& c, const std::string& output) {
   const double bf16 = hard ? 2e-2 : gradient ? 8e-3 : 5e-3;
   return c.dtype == THALWEG_F16 ? bf16 / 5 : bf16;
 }
+
+}  // namespace
 
 // Arithmetic is float32 whatever the storage, so an output's own dtype sets the limit: a rounding to 16 bits
 // costs 1.7e-3 (bf16) or 2.1e-4 (f16).
