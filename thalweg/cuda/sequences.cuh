@@ -23,7 +23,9 @@ static __global__ void fill_sequences_kernel(Sequences s, SequenceTensors t, Seq
   for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < s.N; n += int64_t(gridDim.x) * blockDim.x) {
     Span q{0, s.T, 1}, k{0, s.S, 1};
     if (s.packed) q = span_at(q_spans, n), k = span_at(k_spans, n);
-    Pair p{q.begin, q.end - q.begin, q.end - q.begin, k.begin, k.end - k.begin, k.end - k.begin, q.valid && k.valid};
+    Pair p{q.begin,         q.end - q.begin, q.end - q.begin,      k.begin,
+           k.end - k.begin, k.end - k.begin, q.valid && k.valid};
+    p.q_ends = !s.packed || q_spans[n].end >= 0, p.k_ends = !s.packed || k_spans[n].end >= 0;
     auto cut = [&](const thalweg_tensor& lens, int64_t field, int64_t room, int64_t* len) {
       if (!is_there(lens)) return;
       const int64_t got = int_at(lens, n);
@@ -66,7 +68,7 @@ struct RowPlace {
   bool used, valid;
 };
 __device__ inline RowPlace place_of(const Sequences& s, int64_t b, int64_t token, int64_t Pair::*begin,
-                                    int64_t Pair::*len, int64_t Pair::*room) {
+                                    int64_t Pair::*len, int64_t Pair::*room, bool Pair::*ends) {
   int64_t n = b;
   if (s.packed) {
     int64_t high = s.N;  // the first sequence that ends behind the token
@@ -77,16 +79,16 @@ __device__ inline RowPlace place_of(const Sequences& s, int64_t b, int64_t token
       else
         n = middle + 1;
     }
-    if (n == s.N) return {n, false, true};
+    if (n == s.N) return {n, false, n == 0 || s.pairs[n - 1].*ends};
   }
   const Pair& p = s.pairs[n];
   return {n, p.valid && token - p.*begin < p.*len, p.valid != 0};
 }
 __device__ inline RowPlace place_of_query(const Sequences& s, int64_t b, int64_t t) {
-  return place_of(s, b, t, &Pair::q_begin, &Pair::q_len, &Pair::q_room);
+  return place_of(s, b, t, &Pair::q_begin, &Pair::q_len, &Pair::q_room, &Pair::q_ends);
 }
 __device__ inline RowPlace place_of_key(const Sequences& s, int64_t b, int64_t j) {
-  return place_of(s, b, j, &Pair::k_begin, &Pair::k_len, &Pair::k_room);
+  return place_of(s, b, j, &Pair::k_begin, &Pair::k_len, &Pair::k_room, &Pair::k_ends);
 }
 
 // Tile `i` of num_tiles(): rows [first, first + rows) of sequence n, as far as it has them (first may pass its length).

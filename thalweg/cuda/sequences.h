@@ -13,7 +13,8 @@ namespace thalweg::cuda {
 // k_begin + k_room belong to the sequence too, and no one uses them. An invalid one has lengths of 0.
 struct Pair {
   int64_t q_begin, q_len, q_room, k_begin, k_len, k_room;
-  int64_t valid;  // 0: its borders or lengths are wrong; its rows get NaN
+  int32_t valid;        // 0: its borders or lengths are wrong; its rows get NaN
+  bool q_ends, k_ends;  // false: the border behind it is wrong; rows behind the last sequence then get NaN too
 };
 
 struct Sequences {
