@@ -214,8 +214,9 @@ inline std::string why_not_sm90_decode(const Problem& p) {
   if (p.T > kMaxDrafts) return "needs T of at most 8, got T = " + std::to_string(p.T);
   return "";
 }
-inline bool plan_sm90_decode(const Problem& p, const Device&, Plan* plan, std::string* why) {
+inline bool plan_sm90_decode(const Problem& p, const Device& device, Plan* plan, std::string* why) {
   plan->shared_bytes = slots_workspace(p);
+  plan->values[0] = decode_warps(p, device.num_sms);
   std::string reason = why_not_sm90_decode(p);
   const bool takes = reason.empty();
   if (why && !takes) *why = std::move(reason);

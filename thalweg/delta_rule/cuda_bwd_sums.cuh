@@ -37,9 +37,10 @@ struct Entries {
 };
 // Number e of the entry of (row, hv), over the groups.
 template <class A>
-__device__ A entry_sum(const Problem& p, const BwdLayout& l, const Entries<A>& in, int64_t row, int64_t hv, int64_t e) {
+__device__ double entry_sum(const Problem& p, const BwdLayout& l, const Entries<A>& in, int64_t row, int64_t hv,
+                            int64_t e) {
   const A* from = in.partial + (row * p.HV + hv) * l.groups * l.entry + e;
-  A sum = 0;
+  double sum = 0;
   for (int64_t g = 0; g < l.groups; ++g) sum += from[g * l.entry];
   return sum;
 }
@@ -67,7 +68,9 @@ __device__ void store_key_gradient(const Problem& p, const BwdLayout& l, const E
     const int64_t i = lane + 32 * m;
     d[m] = y[m] = 0;
     if (i >= p.K) continue;
-    for (int64_t hv = h * group; hv < (h + 1) * group; ++hv) d[m] += entry_sum(p, l, in, row, hv, part + i);
+    double sum = 0;
+    for (int64_t hv = h * group; hv < (h + 1) * group; ++hv) sum += entry_sum(p, l, in, row, hv, part + i);
+    d[m] = A(sum);
     if (norm) y[m] = load_at<A>(x, token_at(x, b, t, h) + i);
     xx += y[m] * y[m], along += y[m] * d[m];
   }
@@ -93,7 +96,7 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// What the gate of one channel and token adds to the sums.
+// What the gate of one channel and token adds to the sums. In float64: the sum for d_A_log may nearly cancel.
 struct GateTerms {
   double rate, bias;  // for d_A_log and d_dt_bias
 };
@@ -102,20 +105,19 @@ __device__ GateTerms store_gate_gradient(const Problem& p, const BwdLayout& l, c
                                          int64_t row, int64_t hv, int64_t c) {
   const int64_t b = row / p.T, t = row % p.T;
   const RowKind kind = kind_of(p, in, row);
-  const int64_t to = token_at(a.d_g, b, t, hv) + (p.channels > 1 ? c * a.d_g.stride[3] : 0);
-  if (kind != kOfSequence) {
-    const A x = kind == kOfNone ? A(0) : cuda::nan_of<A>();
-    if (is_there(a.d_g)) store_at(a.d_g, to, x);
-    return {double(x), double(x)};
+  GateTerms terms{0, 0};
+  if (kind == kOfWrong) terms = {cuda::nan_of<double>(), cuda::nan_of<double>()};
+  if (kind == kOfSequence) {
+    const double dg = entry_sum(p, l, in, row, hv, 2 * l.cut.rows + c);
+    const Gate<double> gate = load_gate<double>(p, a, b, t, hv, c);
+    // 0 where the gradient is 0: the gate may be infinite.
+    const double dx = dg == 0 ? 0 : dg * gate.slope;
+    terms.bias = dx;
+    terms.rate = p.lower_bound == 0 ? (dg == 0 ? 0 : dg * gate.g) : (dx == 0 ? 0 : dx * gate.x);
   }
-  const A dg = entry_sum(p, l, in, row, hv, 2 * l.cut.rows + c);
-  const Gate<A> gate = load_gate<A>(p, a, b, t, hv, c);
-  const A dx = dg == 0 ? A(0) : dg * gate.slope;
-  if (is_there(a.d_g)) store_at(a.d_g, to, dx);
-  // 0 where the gradient is 0: the gate may be infinite.
-  const double rate = p.lower_bound == 0 ? (dg == 0 ? 0.0 : double(dg) * double(gate.g))
-                                         : (dx == 0 ? 0.0 : double(dx) * double(gate.x));
-  return {rate, double(dx)};
+  if (is_there(a.d_g))
+    store_at(a.d_g, token_at(a.d_g, b, t, hv) + (p.channels > 1 ? c * a.d_g.stride[3] : 0), terms.bias);
+  return terms;
 }
 template <class A, class Args>
 __device__ void store_beta_gradient(const Problem& p, const BwdLayout& l, const Args& a, const Entries<A>& in,

@@ -8,19 +8,20 @@
 namespace thalweg::delta_rule {
 namespace {
 
-constexpr int64_t kBwdSmem = 96 * 1024;  // that batches of tokens and the warps' sums may fill
+constexpr int64_t kBwdLoaders = 128;     // threads that fill batches of tokens
+constexpr int64_t kBwdSmem = 96 * 1024;  // that two batches of tokens and the warps' sums may fill
 constexpr int kBwdWarps = int(kBwdThreads / 32);
 
 inline BatchShape bwd_batch(const Problem& p, const BwdLayout& l) {
   BatchShape s{int(l.cut.rows), int(l.gates), int(l.cut.columns), 0, 0};
   s.row = numbers_of_token(s.rows, s.gates, s.columns);
-  const int64_t fit = kBwdSmem / ((s.row + kBwdWarps * l.entry) * arithmetic_bytes(p));
+  const int64_t fit = kBwdSmem / ((2 * s.row + kBwdWarps * l.entry) * arithmetic_bytes(p));
   s.tokens = fit > 8 ? 8 : fit < 1 ? 1 : int(fit);
   return s;
 }
 template <class A>
 int64_t bwd_smem(const BwdLayout& l, const BatchShape& s) {
-  return s.tokens * (s.row + kBwdWarps * l.entry) * int64_t(sizeof(A));
+  return s.tokens * (2 * s.row + kBwdWarps * l.entry) * int64_t(sizeof(A));
 }
 
 // What a task works on.
@@ -33,7 +34,7 @@ struct BwdTask {
   A* states;   // of the piece, token by token: [kBwdPiece, state]
   A* partial;  // of the sequence's token 0; a token further: partial_step
   int64_t partial_step;
-  A *batch, *warps;  // shared memory: tokens; sums of each warp [tokens, warps, entry]
+  A *buffers, *warps;  // shared memory: two batches; sums of each warp [tokens, warps, entry]
 };
 
 // A thread's 16 numbers of a state in the workspace, neighbours beside each other.
@@ -67,7 +68,7 @@ __device__ void add_columns(A* v, int lanes, int step) {
 }
 // sums [rows] of this warp from v after add_columns.
 template <class A>
-__device__ void scatter(const A* v, int lanes, int lane, A* sums) {
+__device__ void scatter(const A (&v)[kRowsOfLane], int lanes, int lane, A* sums) {
   int left = kRowsOfLane, from = 0;
   for (int step = 16; step >= lanes; step /= 2)
     if (left > 1) left /= 2, from += threadIdx.x & step ? left : 0;
@@ -81,50 +82,43 @@ __device__ void scatter(const A* v, int lanes, int lane, A* sums) {
 // state before the token. The warp's sums for d_q, d_k, d_g, d_beta go to `sums` [entry].
 template <class A, class Args>
 __device__ void token_back(const Problem& p, const Args& a, const BatchShape& shape, const BwdTask<A>& task,
-                           const TokenRows<A>& token, int64_t t, const Place& at, A* before, A* dS, A* sums) {
+                           const TokenRows<A>& token, int64_t t, const Place& at, A (&before)[kRowsOfLane],
+                           A (&dS)[kRowsOfLane], A* sums) {
   const bool one_gate = p.channels == 1;
   const int column = threadIdx.x / at.lanes;
   const A beta = token.beta->value, d_o = token.d_o[column];
-  A x = 0, du = 0;
+  A k[kRowsOfLane], v[kRowsOfLane];
+  load_lane(token.q, at, v), load_lane(token.k, at, k);
+  decay_lane(token, one_gate, at, before);
 #pragma unroll
-  for (int r = 0; r < kRowsOfLane; ++r) {
-    const int i = row_of(at.lanes, at.lane, r);
-    before[r] = decayed(before[r], token.decay[one_gate ? 0 : i]);
-    x = fma(token.k[i], before[r], x);
-    dS[r] = fma(token.q[i], d_o, dS[r]);
-    du = fma(token.k[i], dS[r], du);
-  }
-  const A delta = token.v[column] - column_sum(x, at.lanes);
-  du = column_sum(du, at.lanes);
+  for (int r = 0; r < kRowsOfLane; ++r) dS[r] = fma(v[r], d_o, dS[r]);
+  const A delta = token.v[column] - column_sum(dot_lane(k, before), at.lanes);
+  const A du = column_sum(dot_lane(k, dS), at.lanes);
   const A dv = beta * du, u = beta * delta, scaled = A(p.scale) * d_o;
   if (at.lane == 0 && at.inside && is_there(a.d_v))
     store_at(a.d_v, token_at(a.d_v, task.b, task.first + t, task.hv) + at.j, dv);
-  A v[kRowsOfLane];
 #pragma unroll
-  for (int r = 0; r < kRowsOfLane; ++r) v[r] = fma(token.k[row_of(at.lanes, at.lane, r)], u, before[r]) * scaled;
+  for (int r = 0; r < kRowsOfLane; ++r) v[r] = fma(k[r], u, before[r]) * scaled;
   add_columns<kRowsOfLane>(v, at.lanes, 16);
   scatter(v, at.lanes, at.lane, sums);
 #pragma unroll
   for (int r = 0; r < kRowsOfLane; ++r) v[r] = dS[r] * u - before[r] * dv;
   add_columns<kRowsOfLane>(v, at.lanes, 16);
   scatter(v, at.lanes, at.lane, sums + shape.rows);
-  A all = 0;
 #pragma unroll
-  for (int r = 0; r < kRowsOfLane; ++r) {
-    const int i = row_of(at.lanes, at.lane, r);
-    dS[r] = fma(-token.k[i], dv, dS[r]);
-    v[r] = dS[r] * before[r];
-    all += v[r];
-    dS[r] = decayed(dS[r], token.decay[one_gate ? 0 : i]);
-  }
+  for (int r = 0; r < kRowsOfLane; ++r) dS[r] = fma(-k[r], dv, dS[r]), v[r] = dS[r] * before[r];
   A* gates = sums + 2 * shape.rows;
   if (one_gate) {
+    A all = 0;
+#pragma unroll
+    for (int r = 0; r < kRowsOfLane; ++r) all += v[r];
     all = warp_sum(all);
     if (threadIdx.x % 32 == 0) gates[0] = all;
   } else {
     add_columns<kRowsOfLane>(v, at.lanes, 16);
     scatter(v, at.lanes, at.lane, gates);
   }
+  decay_lane(token, one_gate, at, dS);
   const A d_beta = warp_sum(at.lane == 0 ? du * delta : A(0));
   if (threadIdx.x % 32 == 0) gates[shape.gates] = d_beta;
 }
@@ -132,7 +126,7 @@ __device__ void token_back(const Problem& p, const Args& a, const BatchShape& sh
 // The warps' sums of `count` tokens from token t on, added up in order; the group's first slice starts the sums.
 template <class A>
 __device__ void add_warps(const BwdTask<A>& task, int entry, int64_t t, int count, bool start) {
-  for (int i = threadIdx.x; i < count * entry; i += kBwdThreads) {
+  for (int i = threadIdx.x; i < count * entry; i += blockDim.x) {
     const int token = i / entry, e = i % entry;
     const A* from = task.warps + int64_t(token) * kBwdWarps * entry + e;
     A sum = 0;
@@ -142,60 +136,61 @@ __device__ void add_warps(const BwdTask<A>& task, int entry, int64_t t, int coun
   }
 }
 
-// Tokens [begin, begin + count) of a piece whose first state is a checkpoint: the states before each are kept.
+// Tokens [begin, begin + count) from the state before them; `keep`: the states before each are kept.
 template <class A, class Args>
-__device__ void piece_forward(const Problem& p, const Args& a, const BatchShape& shape, const BwdTask<A>& task,
-                              int64_t slice, int64_t begin, int64_t count, bool keep, const Place& at, A* s) {
-  for (int64_t i = 0; i < count; i += shape.tokens) {
-    const int tokens = count - i < shape.tokens ? int(count - i) : shape.tokens;
-    __syncthreads();
-    load_batch(p, a, shape, task.b, task.first + begin + i, tokens, task.hv, slice, task.batch);
-    __syncthreads();
-    for (int m = 0; m < tokens; ++m) {
-      if (keep) keep_state(task.states + (i + m) * kBwdThreads * kLaneRows, s);
-      const TokenRows<A> token = rows_of_token(task.batch, shape, m);
-      take_token(token, p.channels == 1, at, token.v[threadIdx.x / at.lanes], s);
+__device__ void piece_forward(const Problem& p, const BatchShape& shape, const BwdTask<A>& task,
+                              const Batches<A, Args>& batches, int64_t begin, int64_t count, bool keep, const Place& at,
+                              A (&s)[kRowsOfLane]) {
+  batches.run(begin, count, false, [&](int64_t first, int tokens, A* batch) {
+    for (int m = 0; m < tokens && threadIdx.x < kBwdThreads; ++m) {
+      if (keep) keep_state(task.states + (first - begin + m) * kBwdThreads * kLaneRows, s);
+      take_token(rows_of_token(batch, shape, m), p.channels == 1, at, s);
     }
-  }
+  });
 }
 
 template <class A, class Args>
-__device__ void piece_back(const Problem& p, const Args& a, const BatchShape& shape, const BwdTask<A>& task, int entry,
-                           int64_t slice, int64_t begin, int64_t count, bool start, const Place& at, A* dS) {
-  for (int64_t i = (count - 1) / shape.tokens * shape.tokens; i >= 0; i -= shape.tokens) {
-    const int tokens = count - i < shape.tokens ? int(count - i) : shape.tokens;
-    __syncthreads();
-    load_batch(p, a, shape, task.b, task.first + begin + i, tokens, task.hv, slice, task.batch);
-    __syncthreads();
-    for (int m = tokens - 1; m >= 0; --m) {
+__device__ void piece_back(const Problem& p, const Args& a, const BatchShape& shape, const BwdTask<A>& task,
+                           const Batches<A, Args>& batches, int entry, int64_t begin, int64_t count, bool start,
+                           const Place& at, A (&dS)[kRowsOfLane]) {
+  const A* states = task.states;
+  constexpr int64_t kState = kBwdThreads * kLaneRows;
+  A next[kRowsOfLane];  // the state before the token that follows, asked for one token ahead
+  if (threadIdx.x < kBwdThreads) recall_state(states + (count - 1) * kState, next);
+  batches.run(begin, count, true, [&](int64_t first, int tokens, A* batch) {
+    for (int m = tokens - 1; m >= 0 && threadIdx.x < kBwdThreads; --m) {
       A before[kRowsOfLane];
-      recall_state(task.states + (i + m) * kBwdThreads * kLaneRows, before);
-      token_back(p, a, shape, task, rows_of_token(task.batch, shape, m), begin + i + m, at, before, dS,
+#pragma unroll
+      for (int r = 0; r < kRowsOfLane; ++r) before[r] = next[r];
+      if (first + m > begin) recall_state(states + (first - begin + m - 1) * kState, next);
+      token_back(p, a, shape, task, rows_of_token(batch, shape, m), first + m, at, before, dS,
                  task.warps + (m * kBwdWarps + int(threadIdx.x) / 32) * entry);
     }
     __syncthreads();
-    add_warps(task, entry, begin + i, tokens, start);
-  }
+    add_warps(task, entry, first, tokens, start);
+  });
 }
 
 template <class A, class Args>
 __device__ void slice_back(const Problem& p, const Args& a, const BatchShape& shape, const BwdTask<A>& task, int entry,
                            const Columns& cut, int64_t slice, bool start) {
   const Place at = place_of(p, cut, slice);
+  const bool holds = threadIdx.x < kBwdThreads;
+  const Batches<A, Args> batches{p, a, shape, task.b, task.first, task.hv, slice, int(kBwdThreads), task.buffers};
   A s[kRowsOfLane];
   load_column(p, a.initial_state, task.n, task.hv, at, s);
   for (int64_t begin = 0; begin < task.length; begin += kBwdPiece) {
     const int64_t left = task.length - begin;
-    keep_state(task.checkpoints + begin / kBwdPiece * task.checkpoint_step, s);
-    if (left > kBwdPiece) piece_forward(p, a, shape, task, slice, begin, kBwdPiece, false, at, s);
+    if (holds) keep_state(task.checkpoints + begin / kBwdPiece * task.checkpoint_step, s);
+    if (left > kBwdPiece) piece_forward(p, shape, task, batches, begin, kBwdPiece, false, at, s);
   }
   A dS[kRowsOfLane];
   load_column(p, a.d_final_state, task.n, task.hv, at, dS);
   for (int64_t begin = (task.length - 1) / kBwdPiece * kBwdPiece; begin >= 0 && task.length > 0; begin -= kBwdPiece) {
     const int64_t count = task.length - begin < kBwdPiece ? task.length - begin : kBwdPiece;
-    recall_state(task.checkpoints + begin / kBwdPiece * task.checkpoint_step, s);
-    piece_forward(p, a, shape, task, slice, begin, count, true, at, s);
-    piece_back(p, a, shape, task, entry, slice, begin, count, start, at, dS);
+    if (holds) recall_state(task.checkpoints + begin / kBwdPiece * task.checkpoint_step, s);
+    piece_forward(p, shape, task, batches, begin, count, true, at, s);
+    piece_back(p, a, shape, task, batches, entry, begin, count, start, at, dS);
   }
   store_column(p, a.d_initial_state, task.n, task.hv, at, dS);
 }
@@ -215,12 +210,12 @@ __device__ void slice_of_nan(const Problem& p, const Args& a, const BwdTask<A>& 
 }
 
 template <class A, class Args>
-__global__ void __launch_bounds__(kBwdThreads, sizeof(A) == 4 ? 2 : 1)
+__global__ void __launch_bounds__(kBwdThreads + kBwdLoaders)
     generic_bwd_kernel(const __grid_constant__ Problem p, const __grid_constant__ Args a,
                        const __grid_constant__ BwdLayout l, BatchShape shape, char* workspace) {
   extern __shared__ __align__(16) char smem[];
   BwdTask<A> task;
-  task.batch = reinterpret_cast<A*>(smem), task.warps = task.batch + shape.tokens * shape.row;
+  task.buffers = reinterpret_cast<A*>(smem), task.warps = task.buffers + 2 * shape.tokens * shape.row;
   task.states = reinterpret_cast<A*>(workspace + l.states_at) + int64_t(blockIdx.x) * kBwdPiece * l.state;
   task.checkpoint_step = p.HV * l.groups * l.state;
   task.partial_step = p.HV * l.groups * l.entry;
@@ -256,8 +251,8 @@ void launch_generic_bwd(const Problem& p, const Plan& plan, const Args& a, const
     cuda::check_borders(exec, a.cu_seqlens, p.N, p.T, spans, offsetof(Args, cu_seqlens));
     mark_rows(p, l, exec);
   }
-  cuda::launch(exec, "generic_bwd", generic_bwd_kernel<A, Args>, {l.blocks}, kBwdThreads, bwd_smem<A>(l, shape), p, a,
-               l, shape, exec.workspace);
+  cuda::launch(exec, "generic_bwd", generic_bwd_kernel<A, Args>, {l.blocks}, kBwdThreads + kBwdLoaders,
+               bwd_smem<A>(l, shape), p, a, l, shape, exec.workspace);
   add_gradients<A>(p, l, a, exec);
 }
 

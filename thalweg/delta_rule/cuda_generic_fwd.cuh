@@ -11,8 +11,9 @@
 namespace thalweg::delta_rule {
 namespace {
 
-constexpr int64_t kFwdThreads = 128;
-constexpr int64_t kFwdSmem = 40 * 1024;  // that batches of tokens may fill
+constexpr int64_t kFwdThreads = 128;     // that hold columns
+constexpr int64_t kFwdLoaders = 128;     // that fill batches of tokens
+constexpr int64_t kFwdSmem = 40 * 1024;  // that one batch may fill
 
 inline BatchShape fwd_batch(const Problem& p, const Columns& cut) {
   BatchShape s{int(cut.rows), p.channels == 1 ? 1 : int(cut.rows), int(cut.columns), 0, 0};
@@ -39,14 +40,14 @@ __device__ void fill_chunk_states(const Problem& p, const Args& a, int64_t begin
 // Tokens [first, first + count) of a batch in shared memory; `after` gets the index of each token that was taken in.
 template <class A, class Args, class After>
 __device__ void run_batch(const Problem& p, const Args& a, const BatchShape& shape, A* batch, int64_t b, int64_t first,
-                          int count, int64_t hv, const Place& at, A* s, const After& after) {
+                          int count, int64_t hv, const Place& at, A (&s)[kRowsOfLane], const After& after) {
+  if (threadIdx.x >= kFwdThreads) return;
   for (int i = 0; i < count; ++i) {
     const TokenRows<A> token = rows_of_token(batch, shape, i);
-    take_token(token, p.channels == 1, at, token.v[threadIdx.x / at.lanes], s);
-    A o = 0;
-#pragma unroll
-    for (int r = 0; r < kRowsOfLane; ++r) o = fma(token.q[row_of(at.lanes, at.lane, r)], s[r], o);
-    o = column_sum(o, at.lanes);
+    take_token(token, p.channels == 1, at, s);
+    A q[kRowsOfLane];
+    load_lane(token.q, at, q);
+    const A o = column_sum(dot_lane(q, s), at.lanes);
     if (at.lane == 0 && at.inside) store_at(a.o, token_at(a.o, b, first + i, hv) + at.j, o);
     after(i);
   }
@@ -79,23 +80,20 @@ __device__ void fwd_sequence(const Problem& p, const Args& a, const Columns& cut
   load_column(p, a.initial_state, n, hv, at, s);
   store_column(p, a.chunk_states, row, hv, at, s);
   int64_t left = p.every, at_row = row + 1;  // tokens to the next checkpoint, and its row
-  for (int64_t t = 0; t < q.length; t += shape.tokens) {
-    const int count = q.length - t < shape.tokens ? int(q.length - t) : shape.tokens;
-    __syncthreads();
-    load_batch(p, a, shape, q.b, q.first + t, count, hv, slice, batch);
-    __syncthreads();
-    run_batch(p, a, shape, batch, q.b, q.first + t, count, hv, at, s, [&](int i) {
+  const Batches<A, Args> batches{p, a, shape, q.b, q.first, hv, slice, int(kFwdThreads), batch};
+  batches.run(0, q.length, false, [&](int64_t t, int count, A* tokens) {
+    run_batch(p, a, shape, tokens, q.b, q.first + t, count, hv, at, s, [&](int i) {
       if (--left > 0) return;
       left = p.every;
       if (t + i + 1 < q.length) store_column(p, a.chunk_states, at_row++, hv, at, s);
     });
-  }
+  });
   store_column(p, a.final_state, n, hv, at, s);
   if (states) fill_chunk_states(p, a, at_row, next, hv, at, A(0));
 }
 
 template <class A, class Args>
-__global__ void __launch_bounds__(kFwdThreads)
+__global__ void __launch_bounds__(kFwdThreads + kFwdLoaders, sizeof(A) == 4 ? 2 : 1)
     generic_fwd_kernel(const __grid_constant__ Problem p, const __grid_constant__ Args a, Columns cut, BatchShape shape,
                        const cuda::Span* spans, int64_t tasks) {
   extern __shared__ __align__(16) char smem[];
@@ -114,20 +112,17 @@ __device__ void decode_sequence(const Problem& p, const Args& a, const Columns& 
   if (from < 0) return fill_o(a, n, 0, p.T, hv, at, A(0));
   A s[kRowsOfLane];
   load_column(p, a.state, from, hv, at, s);
-  for (int64_t t = 0; t < p.T; t += shape.tokens) {
-    const int count = p.T - t < shape.tokens ? int(p.T - t) : shape.tokens;
-    __syncthreads();
-    load_batch(p, a, shape, n, t, count, hv, slice, batch);
-    __syncthreads();
-    run_batch(p, a, shape, batch, n, t, count, hv, at, s, [&](int i) {
+  const Batches<A, Args> batches{p, a, shape, n, 0, hv, slice, int(kFwdThreads), batch};
+  batches.run(0, p.T, false, [&](int64_t t, int count, A* tokens) {
+    run_batch(p, a, shape, tokens, n, t, count, hv, at, s, [&](int i) {
       const int64_t to = write_slot(p, a, n, t + i, from);
       if (to >= 0) store_column(p, a.state, to, hv, at, s);
     });
-  }
+  });
 }
 
 template <class A, class Args>
-__global__ void __launch_bounds__(kFwdThreads)
+__global__ void __launch_bounds__(kFwdThreads + kFwdLoaders, sizeof(A) == 4 ? 2 : 1)
     generic_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Args a, Columns cut,
                           BatchShape shape, const SlotUse* uses, int32_t* report, int64_t tasks) {
   extern __shared__ __align__(16) char smem[];
@@ -144,8 +139,8 @@ void launch_generic_fwd(const Problem& p, const Args& a, const Exec& exec) {
   auto* spans = reinterpret_cast<cuda::Span*>(exec.workspace);
   if (p.packed) cuda::check_borders(exec, a.cu_seqlens, p.N, p.T, spans, offsetof(Args, cu_seqlens));
   const int64_t tasks = (p.N + (p.packed ? 1 : 0)) * p.HV * cut.slices;
-  cuda::launch(exec, "generic_fwd", generic_fwd_kernel<A, Args>, {cuda::capped_grid(tasks)}, kFwdThreads,
-               shape.tokens * shape.row * int64_t(sizeof(A)), p, a, cut, shape, spans, tasks);
+  cuda::launch(exec, "generic_fwd", generic_fwd_kernel<A, Args>, {cuda::capped_grid(tasks)}, kFwdThreads + kFwdLoaders,
+               2 * shape.tokens * shape.row * int64_t(sizeof(A)), p, a, cut, shape, spans, tasks);
 }
 
 template <class A, class Args>
@@ -155,8 +150,9 @@ void launch_generic_decode(const Problem& p, const Args& a, const Exec& exec) {
   auto* uses = p.slots ? reinterpret_cast<SlotUse*>(exec.workspace) : nullptr;
   if (uses) count_slot_uses(p, a, exec, uses);
   const int64_t tasks = p.N * p.HV * cut.slices;
-  cuda::launch(exec, "generic_decode", generic_decode_kernel<A, Args>, {cuda::capped_grid(tasks)}, kFwdThreads,
-               shape.tokens * shape.row * int64_t(sizeof(A)), p, a, cut, shape, uses, exec.report, tasks);
+  cuda::launch(exec, "generic_decode", generic_decode_kernel<A, Args>, {cuda::capped_grid(tasks)},
+               kFwdThreads + kFwdLoaders, 2 * shape.tokens * shape.row * int64_t(sizeof(A)), p, a, cut, shape, uses,
+               exec.report, tasks);
 }
 
 template <class Args>

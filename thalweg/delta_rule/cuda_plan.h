@@ -31,6 +31,14 @@ inline int64_t spans_workspace(const Problem& p) { return p.packed ? up_to(p.N *
 
 constexpr int64_t kMaxDrafts = 8;  // tokens that sm90_decode takes in one call
 
+// Warps of a block of sm90_decode: few states are shared out over more warps. About 32 columns of V are a block's.
+inline int64_t decode_warps(const Problem& p, int64_t num_sms) {
+  const int64_t blocks = p.N * p.HV * parts_of(p.V, 32), most = p.K == 64 ? 4 : 8;
+  int64_t warps = 1;
+  while (warps < most && blocks * warps < 8 * num_sms) warps *= 2;
+  return warps;
+}
+
 // ---- Decode: the uses of every slot (cuda_slots.cuh) ----
 
 struct SlotUse {

@@ -57,7 +57,8 @@ void count_slot_uses(const Problem& p, const Args& a, const Exec& exec, SlotUse*
 
 // Whether sequence n must be left alone; says so in the report.
 template <class Args>
-__device__ bool slots_are_wrong(const Problem& p, const Args& a, const SlotUse* uses, int64_t n, int32_t* report) {
+__device__ __noinline__ bool slots_are_wrong(const Problem& p, const Args& a, const SlotUse* uses, int64_t n,
+                                             int32_t* report) {
   const int64_t from = read_slot(a, n);
   bool wrong = false;
   auto look = [&](int64_t slot, int64_t field, int64_t position) {

@@ -24,18 +24,18 @@ __device__ inline void put(float* to, double x) { *to = float(x); }
 __device__ inline void put(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
 __device__ inline void put(__half* to, float x) { *to = __float2half_rn(x); }
 
-// body(elements), with the elements of t as what they are.
+// body(elements), with elements of a dtype as what they are.
 template <class Body>
-__device__ void with_elements(const thalweg_tensor& t, const Body& body) {
-  switch (t.dtype) {
+__device__ void with_elements(thalweg_dtype dtype, void* data, const Body& body) {
+  switch (dtype) {
     case THALWEG_F64:
-      return body(static_cast<double*>(t.data));
+      return body(static_cast<double*>(data));
     case THALWEG_F32:
-      return body(static_cast<float*>(t.data));
+      return body(static_cast<float*>(data));
     case THALWEG_BF16:
-      return body(static_cast<__nv_bfloat16*>(t.data));
+      return body(static_cast<__nv_bfloat16*>(data));
     default:
-      return body(static_cast<__half*>(t.data));
+      return body(static_cast<__half*>(data));
   }
 }
 // Where a task's sequence lies.
@@ -122,23 +122,38 @@ __device__ Beta<A> load_beta(const Args& a, int64_t b, int64_t t, int64_t hv) {
   return {most * s, most * s * sigmoid(-x)};
 }
 
-// One warp: q (times scale) and k of a token, normed, into q and k [rows], zero from K on.
+// One warp: q (times scale) and k of a token, normed, into q and k [rows], zero from K on. 128 numbers of each are
+// asked for at a time.
 template <class A, class Args>
 __device__ void load_keys(const Problem& p, const Args& a, int64_t b, int64_t t, int64_t h, int rows, A* q, A* k) {
+  constexpr int kTogether = 4;
   const int lane = threadIdx.x % 32;
-  const int64_t from_q = token_at(a.q, b, t, h), from_k = token_at(a.k, b, t, h);
   A qq = 0, kk = 0;
-  for (int i = lane; i < rows; i += 32) {
-    const A x = i < p.K ? load_at<A>(a.q, from_q + i) : A(0), y = i < p.K ? load_at<A>(a.k, from_k + i) : A(0);
-    q[i] = x, k[i] = y;
-    qq += x * x, kk += y * y;
-  }
-  A of_q = A(p.scale), of_k = 1;
+  with_elements(a.q.dtype, a.q.data, [&](const auto* of_q) {
+    const auto* of_k = static_cast<decltype(of_q)>(a.k.data) + token_at(a.k, b, t, h);
+    of_q += token_at(a.q, b, t, h);
+#pragma unroll 1
+    for (int first = lane; first < rows; first += 32 * kTogether) {
+      A x[kTogether], y[kTogether];
+#pragma unroll
+      for (int m = 0; m < kTogether; ++m) {
+        x[m] = y[m] = 0;
+        const int i = first + 32 * m;
+        if (i < p.K) x[m] = A(number(of_q[i])), y[m] = A(number(of_k[i]));
+      }
+#pragma unroll
+      for (int m = 0; m < kTogether; ++m) {
+        qq += x[m] * x[m], kk += y[m] * y[m];
+        if (first + 32 * m < rows) q[first + 32 * m] = x[m], k[first + 32 * m] = y[m];
+      }
+    }
+  });
+  A factor_q = A(p.scale), factor_k = 1;
   if (a.use_qk_l2norm) {
-    of_q *= 1 / sqrt(warp_sum(qq) + A(1e-6));
-    of_k = 1 / sqrt(warp_sum(kk) + A(1e-6));
+    factor_q *= 1 / sqrt(warp_sum(qq) + A(1e-6));
+    factor_k = 1 / sqrt(warp_sum(kk) + A(1e-6));
   }
-  for (int i = lane; i < rows; i += 32) q[i] *= of_q, k[i] *= of_k;
+  for (int i = lane; i < rows; i += 32) q[i] *= factor_q, k[i] *= factor_k;
 }
 
 }  // namespace

@@ -10,86 +10,118 @@
 namespace thalweg::delta_rule {
 namespace {
 
-constexpr int kVectors = 8;  // of 16 bytes of a state, in a thread
-constexpr int kGroup = 8;    // neighbouring threads whose vectors make 128 bytes
+constexpr int kGroup = 8;  // neighbouring lanes whose vectors of 16 bytes make 128
 constexpr int kMostK = 256;
 constexpr int64_t kMostSequences = 1024;  // whose slots every block compares itself
 
+// A tensor [N T heads ..] whose last axis is contiguous (g: see DecodeCall).
+struct TokenTensor {
+  void* data;
+  int64_t n, t, head;  // strides
+};
+// What every block reads of the arguments, close together: each line of parameters costs a miss.
+struct DecodeCall {
+  TokenTensor q, k, v, o, g, beta;
+  void* state;
+  int64_t slot, head, row;  // strides; row: of the axis of K or V that is not contiguous
+  int64_t first;            // sequence of blockIdx.z = 0
+  int64_t g_channel;        // stride
+  thalweg_dtype type, g_type, beta_type;
+  float scale;
+  int32_t K, V, T, group;  // group: value heads of a key head
+  int32_t columns;         // of a block: 32 or 64
+  int32_t steps, vectors;  // of a warp (ByV, ByK); 16 bytes of the state in a thread
+  int32_t token;           // floats of a token in shared memory
+  int32_t use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval, slots;
+};
+__device__ inline int64_t token_at(const TokenTensor& x, int64_t n, int64_t t, int64_t head) {
+  return n * x.n + t * x.t + head * x.head;
+}
+
 // ---- A token in shared memory ----
 
-struct DecodeShape {
-  int K, gates, columns;  // gates: 1 or K; columns of a block
-  int group;              // value heads of a key head
-  int row, tokens;        // floats of a token, T
-};
 struct DecodeToken {
-  const float *q, *k, *v;     // [K] times scale, [K], [columns]
-  const Decay<float>* decay;  // [gates]
-  const float *beta, *qk;     // qk = q . k
+  float *k, *dk, *dq;    // [K] each; with a decay per channel dk, dq are exp(g) k, exp(g) scale q, else k, scale q
+  float *factor, *near;  // [K] Decay of each channel, with a decay per channel only
+  float* v;              // [columns]
+  float* rest;           // see Rest
 };
-__device__ inline DecodeToken decode_token(const float* tokens, const DecodeShape& s, int t) {
-  const float* row = tokens + t * s.row;
-  const float* end = row + s.row - 4;
-  return {row, row + s.K, row + 2 * s.K, reinterpret_cast<const Decay<float>*>(row + 2 * s.K + s.columns),
-          end, end + 1};
+enum Rest { kDot, kFactor, kNear, kBeta, kQk, kRest = 8 };  // kDot: exp(g) of the head, or 1; kQk: scale q . k
+
+template <bool kChannel>
+int decode_token_floats(int K, int columns) {
+  return (kChannel ? 5 : 2) * K + columns + kRest;
+}
+template <bool kChannel>
+__device__ DecodeToken decode_token(const DecodeCall& c, float* tokens, int t) {
+  DecodeToken r;
+  r.k = tokens + t * c.token, r.dk = kChannel ? r.k + c.K : r.k, r.dq = r.dk + c.K;
+  r.factor = r.dq + c.K, r.near = r.factor + c.K;
+  r.v = kChannel ? r.near + c.K : r.factor, r.rest = r.v + c.columns;
+  return r;
 }
 
-// One warp: q and k of token t. All of it is asked for before any of it is used.
-template <class Args>
-__device__ void load_decode_keys(const Problem& p, const Args& a, int64_t n, int64_t t, int64_t h, float* q, float* k,
-                                 float* qk) {
+// One warp: everything of token t. All of it is asked for before any of it is used.
+template <bool kChannel, class Args>
+__device__ void load_decode_token(const DecodeCall& c, const Problem& p, const Args& a, int64_t n, int t, int hv,
+                                  int column, const DecodeToken& to) {
   constexpr int kMost = kMostK / 32;
-  const int lane = threadIdx.x % 32, K = int(p.K);
-  const int64_t from_q = token_at(a.q, n, t, h) + lane, from_k = token_at(a.k, n, t, h) + lane;
-  float x[kMost], y[kMost], xx = 0, yy = 0, xy = 0;
-  with_elements(a.q, [&](const auto* elements) {
-    const auto* of_k = static_cast<decltype(elements)>(a.k.data) + from_k;
+  const int lane = threadIdx.x % 32, h = int(unsigned(hv) / unsigned(c.group));
+  const int64_t at_q = token_at(c.q, n, t, h) + lane, at_k = token_at(c.k, n, t, h) + lane;
+  const int64_t at_g = token_at(c.g, n, t, hv);
+  float q[kMost], k[kMost], g[kChannel ? kMost : 1];
+  with_elements(c.type, c.q.data, [&](const auto* elements) {
+    const auto* of_k = static_cast<decltype(elements)>(c.k.data) + at_k;
+    const auto* of_v = static_cast<decltype(elements)>(c.v.data) + token_at(c.v, n, t, hv) + column;
 #pragma unroll
     for (int m = 0; m < kMost; ++m) {
-      const bool inside = lane + 32 * m < K;
-      x[m] = inside ? float(number(elements[from_q + 32 * m])) : 0.f;
-      y[m] = inside ? float(number(of_k[32 * m])) : 0.f;
+      q[m] = k[m] = 0;
+      if (32 * m < c.K) q[m] = number(elements[at_q + 32 * m]), k[m] = number(of_k[32 * m]);
     }
+    to.v[lane] = number(of_v[lane]);
+    if (c.columns == 64) to.v[lane + 32] = number(of_v[lane + 32]);
   });
 #pragma unroll
-  for (int m = 0; m < kMost; ++m) xx += x[m] * x[m], yy += y[m] * y[m], xy += x[m] * y[m];
-  float of_q = float(p.scale), of_k = 1;
-  if (a.use_qk_l2norm) of_q *= 1 / sqrtf(warp_sum(xx) + 1e-6f), of_k = 1 / sqrtf(warp_sum(yy) + 1e-6f);
-  xy = warp_sum(xy) * of_q * of_k;
-#pragma unroll
-  for (int m = 0; m < kMost; ++m)
-    if (lane + 32 * m < K) q[lane + 32 * m] = x[m] * of_q, k[lane + 32 * m] = y[m] * of_k;
-  if (lane == 0) *qk = xy;
-}
-
-// One warp: decays, beta and the block's v of token t.
-template <class Args>
-__device__ void load_decode_gates(const Problem& p, const Args& a, const DecodeShape& s, int64_t n, int64_t t,
-                                  int64_t hv, int64_t column, float* v, Decay<float>* decay, float* beta) {
-  const int lane = threadIdx.x % 32;
-  const int64_t from_v = token_at(a.v, n, t, hv) + column;
-  for (int c = lane; c < s.columns; c += 32) v[c] = column + c < p.V ? load_at<float>(a.v, from_v + c) : 0.f;
-  for (int c = lane; c < s.gates; c += 32) decay[c] = decay_of(load_gate<float>(p, a, n, t, hv, c).g);
-  if (lane == 0) *beta = load_beta<float>(a, n, t, hv).value;
-}
-
-template <class Args>
-__device__ void load_decode_tokens(const Problem& p, const Args& a, const DecodeShape& s, int64_t n, int64_t hv,
-                                   int64_t column, float* tokens) {
-  const int64_t h = uint32_t(hv) / uint32_t(s.group);
-  for (int job = threadIdx.x / 32; job < 2 * s.tokens; job += blockDim.x / 32) {
-    float *row = tokens + job / 2 * s.row, *v = row + 2 * s.K, *end = row + s.row - 4;
-    if (job % 2 == 0)
-      load_decode_keys(p, a, n, job / 2, h, row, row + s.K, end + 1);
+  for (int m = 0; m < (kChannel ? kMost : 1); ++m) {
+    g[m] = 0;
+    const int channel = kChannel ? lane + 32 * m : 0;
+    if (!c.g.data || (kChannel && 32 * m >= c.K)) continue;
+    if (c.use_gate)
+      g[m] = load_gate<float>(p, a, n, t, hv, channel).g;
     else
-      load_decode_gates(p, a, s, n, job / 2, hv, column, v, reinterpret_cast<Decay<float>*>(v + s.columns), end);
+      with_elements(c.g_type, c.g.data, [&](const auto* x) { g[m] = number(x[at_g + channel * c.g_channel]); });
   }
+  float beta = 1;
+  if (c.beta.data)
+    with_elements(c.beta_type, c.beta.data, [&](const auto* x) { beta = number(x[token_at(c.beta, n, t, hv)]); });
+  if (c.use_beta_sigmoid) beta = (c.allow_neg_eigval ? 2.f : 1.f) * sigmoid(beta);
+  float qq = 0, kk = 0, qk = 0;
+#pragma unroll
+  for (int m = 0; m < kMost; ++m) qq += q[m] * q[m], kk += k[m] * k[m], qk += q[m] * k[m];
+  float of_q = c.scale, of_k = 1;
+  if (c.use_qk_l2norm) of_q *= 1 / sqrtf(warp_sum(qq) + 1e-6f), of_k = 1 / sqrtf(warp_sum(kk) + 1e-6f);
+  qk = warp_sum(qk) * of_q * of_k;
+  Decay<float> d = decay_of(g[0]);
+#pragma unroll
+  for (int m = 0; m < kMost; ++m) {
+    const int i = lane + 32 * m;
+    if (32 * m >= c.K) continue;
+    float dot = 1;
+    if constexpr (kChannel) {
+      d = decay_of(g[m]), dot = d.factor + d.near;
+      to.factor[i] = d.factor, to.near[i] = d.near, to.k[i] = k[m] * of_k;
+    }
+    to.dk[i] = dot * (k[m] * of_k), to.dq[i] = dot * (q[m] * of_q);
+  }
+  if (lane != 0) return;
+  to.rest[kDot] = kChannel ? 1 : d.factor + d.near;
+  to.rest[kFactor] = d.factor, to.rest[kNear] = d.near, to.rest[kBeta] = beta, to.rest[kQk] = qk;
 }
 
-// ---- 16 bytes of a state ----
+// ---- 16 bytes of a state as stored, E, and what a thread works on: as many floats ----
 
 template <class E>
-constexpr int kVec = 16 / int(sizeof(E));
+constexpr int kWidth = 16 / int(sizeof(E));
 
 __device__ inline void unpack(uint4 raw, float (&x)[4]) {
   x[0] = __uint_as_float(raw.x), x[1] = __uint_as_float(raw.y);
@@ -116,197 +148,246 @@ __device__ inline uint4 packed(const float (&x)[8]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
+// A thread's vectors in shared memory: as they came, or with several tokens (kWide) as floats, since a state of bf16 is
+// not rounded between the tokens of a call. Every thread reads only what it wrote or asked for.
+template <class E, bool kWide>
+struct Held {
+  uint4 *raw, *wide;  // vector i of this thread is raw[i * blockDim.x], wide[(i * quads + quad) * blockDim.x]
+  static constexpr int kQuads = kWidth<E> / 4;
+
+  __device__ Held(uint4* smem, int vectors) : raw(smem + threadIdx.x), wide(raw + vectors * blockDim.x) {}
+  __device__ uint4* end(int vectors) const {
+    return (kWide ? wide + kQuads * vectors * blockDim.x : wide) - threadIdx.x;
+  }
+  __device__ void ask(int i, const E* x) const { __pipeline_memcpy_async(raw + i * blockDim.x, x, 16); }
+  __device__ void widen(int vectors) const {
+    for (int i = 0; kWide && i < vectors; ++i) {
+      float x[kWidth<E>];
+      unpack(raw[i * blockDim.x], x);
+      keep(i, x);
+    }
+  }
+  __device__ void load(int i, float (&x)[kWidth<E>]) const {
+    if constexpr (!kWide) return unpack(raw[i * blockDim.x], x);
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      float four[4];
+      unpack(wide[(i * kQuads + quad) * blockDim.x], four);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[4 * quad + c] = four[c];
+    }
+  }
+  __device__ void keep(int i, const float (&x)[kWidth<E>]) const {
+    if constexpr (!kWide)
+      raw[i * blockDim.x] = packed(x);
+    else
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        const float four[4] = {x[4 * quad], x[4 * quad + 1], x[4 * quad + 2], x[4 * quad + 3]};
+        wide[(i * kQuads + quad) * blockDim.x] = packed(four);
+      }
+  }
+};
+
+// n floats from shared memory at 16 bytes.
+template <int n>
+__device__ void load_floats(const float* from, float (&x)[n]) {
+#pragma unroll
+  for (int i = 0; i < n / 4; ++i) {
+    const float4 four = reinterpret_cast<const float4*>(from)[i];
+    x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+  }
+}
+
+// Where the states after a token go.
+template <class E>
+struct Target {
+  E* slice;   // in the pool; null: not kept
+  bool next;  // another token of the call needs it
+};
+
 // ---- V contiguous ----
 
-// A block of K threads has K rows of 128 bytes: thread (g, l) = (threadIdx / 8, threadIdx % 8) vectors l of rows
-// g + r K/8. Dots add up 8 rows in a thread, the four g of a warp by halving, the warps in shared memory.
-template <class E_>
-struct HeldByV {
-  using E = E_;
-  static constexpr int kWidth = kVec<E>;
-  static constexpr int kColumns = kGroup * kWidth;
-  static int threads(int64_t K) { return int(K); }
-  static int64_t sum_floats(int64_t K) { return 2 * (K / 32) * 2 * kColumns; }
+// A block takes 128 bytes of V. Step s of warp w covers rows 16 (w + warps s) + 4 g + [0, 4) of K, with g = lane / 8,
+// and vector l = lane % 8 of each: vectors 4 s + [0, 4) of the thread.
+template <class E, bool kChannel, bool kWide>
+struct ByV {
+  static constexpr int n = kWidth<E>;
+  static constexpr int kColumns = kGroup * n;
+  static constexpr bool kPerChannelDecay = kChannel;
+  // Of shared memory, for the state.
+  static int64_t bytes(int64_t K) { return K * kColumns * int64_t(sizeof(E) + (kWide ? sizeof(float) : 0)); }
 
-  float s[kVectors][kWidth];
-  int64_t step;  // elements from one of the thread's rows to the next
-  int64_t at;    // its first vector's offset in the slice
-  int g, l, groups;
+  Held<E, kWide> held;
+  int g, l, warp, warps, steps;
 
-  __device__ HeldByV(const Problem& p, const thalweg_tensor& state) {
-    g = threadIdx.x / kGroup, l = threadIdx.x % kGroup, groups = int(p.K) / kGroup;
-    step = groups * state.stride[2], at = g * state.stride[2] + l * kWidth;
+  static int steps_of(int64_t K, int64_t warps) { return int(K / (16 * warps)); }
+  static int vectors_of(int64_t K, int64_t warps) { return 4 * steps_of(K, warps); }
+  __device__ ByV(const DecodeCall& c, uint4* smem) : held(smem, c.vectors) {
+    g = threadIdx.x % 32 / kGroup, l = threadIdx.x % kGroup;
+    warp = threadIdx.x / 32, warps = blockDim.x / 32, steps = c.steps;
   }
-  __device__ int64_t slice_offset(const thalweg_tensor&, int64_t column) const { return column; }
-  // Asks for the state, which arrives in `raw` [kVectors, threads]; no register waits for it.
-  __device__ void ask(const E* slice, int64_t, uint4* raw) const {
-    const E* x = slice + at;
+  __device__ int row(int s) const { return 16 * (warp + warps * s) + 4 * g; }
+  __device__ static int64_t slice(const DecodeCall&, int column) { return column; }
+
+  __device__ void ask(const DecodeCall& c, const E* slice) const {
+    for (int s = 0; s < steps; ++s) {
+      const E* x = slice + row(s) * c.row + l * n;
 #pragma unroll
-    for (int r = 0; r < kVectors; ++r, x += step) __pipeline_memcpy_async(raw + r * blockDim.x + threadIdx.x, x, 16);
-  }
-  __device__ void receive(const uint4* raw, int64_t) {
-#pragma unroll
-    for (int r = 0; r < kVectors; ++r) unpack(raw[r * blockDim.x + threadIdx.x], s[r]);
-  }
-  __device__ void store(E* slice, int64_t) const {
-    E* x = slice + at;
-#pragma unroll
-    for (int r = 0; r < kVectors; ++r, x += step) __stcs(reinterpret_cast<uint4*>(x), packed(s[r]));
+      for (int i = 0; i < 4; ++i, x += c.row) held.ask(4 * s + i, x);
+    }
   }
 
-  // The state takes in a token; o(column, value) gets the outputs. sums: as sum_floats says, one half each token.
+  // store(column, o) gets the outputs; sums [warps, 2, kColumns] is another one for the next token.
   template <class Store>
-  __device__ void take(const DecodeToken& token, const DecodeShape& shape, float* sums, const Store& o) {
-    float dots[2 * kWidth] = {};  // k . S~, then q . S~
+  __device__ void take(const DecodeCall& c, const DecodeToken& token, float* sums, Target<E> to,
+                       const Store& store) const {
+    float x[n] = {}, y[n] = {};
+#pragma unroll 2
+    for (int s = 0; s < steps; ++s) {
+      float k[4], q[4];
+      load_floats(token.dk + row(s), k), load_floats(token.dq + row(s), q);
 #pragma unroll
-    for (int r = 0; r < kVectors; ++r) {
-      const int i = g + r * groups;
-      const Decay<float> d = token.decay[shape.gates == 1 ? 0 : i];
-      const float k = token.k[i], q = token.q[i];
+      for (int i = 0; i < 4; ++i) {
+        float S[n];
+        held.load(4 * s + i, S);
 #pragma unroll
-      for (int c = 0; c < kWidth; ++c) {
-        s[r][c] = decayed(s[r][c], d);
-        dots[c] = fmaf(k, s[r][c], dots[c]);
-        dots[kWidth + c] = fmaf(q, s[r][c], dots[kWidth + c]);
+        for (int j = 0; j < n; ++j) x[j] = fmaf(k[i], S[j], x[j]), y[j] = fmaf(q[i], S[j], y[j]);
       }
     }
-    add_rows(dots, sums);
-    __syncthreads();
-    const int warps = blockDim.x / 32;
-    float x[kWidth] = {}, y[kWidth] = {};
-    for (int w = 0; w < warps; ++w)
+    add_rows(x), add_rows(y);
+    if (warps > 1) add_warps(x, y, sums);
+    const float dot = token.rest[kDot], beta = token.rest[kBeta], qk = token.rest[kQk];
+    float v[n];
+    load_floats(token.v + l * n, v);
 #pragma unroll
-      for (int c = 0; c < kWidth; ++c) {
-        x[c] += sums[w * 2 * kColumns + l * kWidth + c];
-        y[c] += sums[w * 2 * kColumns + kColumns + l * kWidth + c];
-      }
-#pragma unroll
-    for (int c = 0; c < kWidth; ++c) {
-      x[c] = *token.beta * (token.v[l * kWidth + c] - x[c]);
-      y[c] = fmaf(*token.qk, x[c], y[c]);
-      if (g == 0) o(l * kWidth + c, y[c]);
+    for (int j = 0; j < n; ++j) {
+      x[j] = beta * (v[j] - dot * x[j]);
+      if (threadIdx.x < kGroup) store(l * n + j, fmaf(qk, x[j], dot * y[j]));
     }
-#pragma unroll
-    for (int r = 0; r < kVectors; ++r) {
-      const float k = token.k[g + r * groups];
-#pragma unroll
-      for (int c = 0; c < kWidth; ++c) s[r][c] = fmaf(k, x[c], s[r][c]);
-    }
+    if (to.slice || to.next) write(c, token, x, to);
   }
 
  private:
-  // This warp's sums [2, kColumns]: lanes 16 apart share out the two dots, lanes 8 apart the columns.
-  __device__ void add_rows(float (&dots)[2 * kWidth], float* sums) {
-    constexpr int kHalf = kWidth / 2;
-    const int lane = threadIdx.x % 32;
-    const bool is_y = lane & 16, is_right = lane & 8;
-    float half[kWidth], quarter[kHalf];
+  // Over the lanes 8 and 16 apart; each gets the sum.
+  __device__ static void add_rows(float (&x)[n]) {
 #pragma unroll
-    for (int c = 0; c < kWidth; ++c) {
-      const float sent = is_y ? dots[c] : dots[kWidth + c], kept = is_y ? dots[kWidth + c] : dots[c];
-      half[c] = kept + __shfl_xor_sync(0xffffffffu, sent, 16);
+    for (int j = 0; j < n; ++j) {
+      x[j] += __shfl_xor_sync(0xffffffffu, x[j], 8);
+      x[j] += __shfl_xor_sync(0xffffffffu, x[j], 16);
     }
+  }
+  __device__ void add_warps(float (&x)[n], float (&y)[n], float* sums) const {
+    float* mine = sums + warp * 2 * kColumns + l * n;
+    if (g == 0)
 #pragma unroll
-    for (int c = 0; c < kHalf; ++c) {
-      const float sent = is_right ? half[c] : half[kHalf + c], kept = is_right ? half[kHalf + c] : half[c];
-      quarter[c] = kept + __shfl_xor_sync(0xffffffffu, sent, 8);
+      for (int j = 0; j < n; ++j) mine[j] = x[j], mine[kColumns + j] = y[j];
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < n; ++j) x[j] = y[j] = 0;
+    for (int w = 0; w < warps; ++w) {
+      float more_x[n], more_y[n];
+      load_floats(sums + w * 2 * kColumns + l * n, more_x);
+      load_floats(sums + w * 2 * kColumns + kColumns + l * n, more_y);
+#pragma unroll
+      for (int j = 0; j < n; ++j) x[j] += more_x[j], y[j] += more_y[j];
     }
-    float* to = sums + (threadIdx.x / 32 * 2 + is_y) * kColumns + l * kWidth + is_right * kHalf;
+  }
+  __device__ void write(const DecodeCall& c, const DecodeToken& token, const float (&u)[n], Target<E> to) const {
+    const float one_factor = token.rest[kFactor];
+    const bool one_near = token.rest[kNear] != 0;
+#pragma unroll 2
+    for (int s = 0; s < steps; ++s) {
+      float k[4], factor[4], near[4];
+      load_floats(token.k + row(s), k);
+      if constexpr (kChannel) load_floats(token.factor + row(s), factor), load_floats(token.near + row(s), near);
+      E* out = to.slice + row(s) * c.row + l * n;
 #pragma unroll
-    for (int c = 0; c < kHalf; ++c) to[c] = quarter[c];
+      for (int i = 0; i < 4; ++i, out += c.row) {
+        float S[n];
+        held.load(4 * s + i, S);
+        const float f = kChannel ? factor[i] : one_factor;
+        const bool is_near = kChannel ? near[i] != 0 : one_near;
+#pragma unroll
+        for (int j = 0; j < n; ++j) S[j] = fmaf(k[i], u[j], fmaf(S[j], f, is_near ? S[j] : 0.f));
+        if (to.next) held.keep(4 * s + i, S);
+        if (to.slice) __stcs(reinterpret_cast<uint4*>(out), packed(S));
+      }
+    }
   }
 };
 
 // ---- K contiguous ----
 
-// 128 threads, eight to a column of the state: thread (g, l) has vectors l + 8 m, m < kChunks, of kRows columns. Dots
-// add up over the eight by a butterfly.
-template <class E_, int kChunks>
-struct HeldByK {
-  using E = E_;
-  static constexpr int kWidth = kVec<E>;
-  static constexpr int kRows = kVectors / kChunks;
-  static constexpr int kThreads = 128;
-  static constexpr int kColumns = kThreads / kGroup * kRows;
-  static int threads(int64_t) { return kThreads; }
-  static int64_t sum_floats(int64_t) { return 0; }
+// A block takes 32 columns of V. Step s of warp w covers columns 4 (w + warps s) + g, with vectors l + 8 m of each:
+// vector s chunks + m of the thread.
+template <class E, bool kChannel, bool kWide>
+struct ByK {
+  static constexpr int n = kWidth<E>;
+  static constexpr int kColumns = 32;
+  static constexpr bool kPerChannelDecay = kChannel;
+  static int64_t bytes(int64_t K) { return K * kColumns * int64_t(sizeof(E) + (kWide ? sizeof(float) : 0)); }
 
-  float s[kRows][kChunks][kWidth];
-  int64_t step, at;
-  int g, l;
+  Held<E, kWide> held;
+  int g, l, warp, warps, steps, chunks;
 
-  __device__ HeldByK(const Problem&, const thalweg_tensor& state) {
-    g = threadIdx.x / kGroup, l = threadIdx.x % kGroup;
-    step = kThreads / kGroup * state.stride[3], at = g * state.stride[3] + l * kWidth;
+  static int steps_of(int64_t, int64_t warps) { return int(kColumns / (4 * warps)); }
+  static int vectors_of(int64_t K, int64_t warps) { return steps_of(K, warps) * int(K / (kGroup * n)); }
+  __device__ ByK(const DecodeCall& c, uint4* smem) : held(smem, c.vectors) {
+    g = threadIdx.x % 32 / kGroup, l = threadIdx.x % kGroup;
+    warp = threadIdx.x / 32, warps = blockDim.x / 32, steps = c.steps, chunks = c.K / (kGroup * n);
   }
-  __device__ int64_t slice_offset(const thalweg_tensor& state, int64_t column) const {
-    return column * state.stride[3];
-  }
-  __device__ int column_of(int r) const { return g + r * (kThreads / kGroup); }
-  // `left`: columns from the slice's first to V.
-  __device__ void ask(const E* slice, int64_t left, uint4* raw) const {
-    const E* x = slice + at;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r, x += step)
-#pragma unroll
-      for (int m = 0; m < kChunks; ++m)
-        if (column_of(r) < left)
-          __pipeline_memcpy_async(raw + (r * kChunks + m) * kThreads + threadIdx.x, x + m * kGroup * kWidth, 16);
-  }
-  __device__ void receive(const uint4* raw, int64_t left) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int m = 0; m < kChunks; ++m) {
-        const uint4 nothing{0, 0, 0, 0};
-        unpack(column_of(r) < left ? raw[(r * kChunks + m) * kThreads + threadIdx.x] : nothing, s[r][m]);
-      }
-  }
-  __device__ void store(E* slice, int64_t left) const {
-    E* x = slice + at;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r, x += step)
-#pragma unroll
-      for (int m = 0; m < kChunks; ++m)
-        if (column_of(r) < left) __stcs(reinterpret_cast<uint4*>(x + m * kGroup * kWidth), packed(s[r][m]));
+  __device__ int column(int s) const { return 4 * (warp + warps * s) + g; }
+  __device__ static int64_t slice(const DecodeCall& c, int column) { return column * c.row; }
+
+  __device__ void ask(const DecodeCall& c, const E* slice) const {
+    for (int s = 0; s < steps; ++s)
+      for (int m = 0; m < chunks; ++m) held.ask(s * chunks + m, slice + column(s) * c.row + (l + kGroup * m) * n);
   }
 
   template <class Store>
-  __device__ void take(const DecodeToken& token, const DecodeShape& shape, float*, const Store& o) {
-    float x[kRows] = {}, y[kRows] = {};
+  __device__ void take(const DecodeCall& c, const DecodeToken& token, float*, Target<E> to, const Store& store) const {
+    const float dot = token.rest[kDot], beta = token.rest[kBeta], qk = token.rest[kQk];
+#pragma unroll 2
+    for (int s = 0; s < steps; ++s) {
+      float x = 0, y = 0;
+      for (int m = 0; m < chunks; ++m) {
+        float S[n], k[n], q[n];
+        held.load(s * chunks + m, S);
+        load_floats(token.dk + (l + kGroup * m) * n, k), load_floats(token.dq + (l + kGroup * m) * n, q);
 #pragma unroll
-    for (int m = 0; m < kChunks; ++m)
-#pragma unroll
-      for (int c = 0; c < kWidth; ++c) {
-        const int i = (l + m * kGroup) * kWidth + c;
-        const Decay<float> d = token.decay[shape.gates == 1 ? 0 : i];
-        const float k = token.k[i], q = token.q[i];
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          s[r][m][c] = decayed(s[r][m][c], d);
-          x[r] = fmaf(k, s[r][m][c], x[r]);
-          y[r] = fmaf(q, s[r][m][c], y[r]);
-        }
+        for (int i = 0; i < n; ++i) x = fmaf(k[i], S[i], x), y = fmaf(q[i], S[i], y);
       }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int lane = kGroup / 2; lane > 0; lane /= 2) {
-        x[r] += __shfl_xor_sync(0xffffffffu, x[r], lane);
-        y[r] += __shfl_xor_sync(0xffffffffu, y[r], lane);
+        x += __shfl_xor_sync(0xffffffffu, x, lane);
+        y += __shfl_xor_sync(0xffffffffu, y, lane);
       }
-      x[r] = *token.beta * (token.v[column_of(r)] - x[r]);
-      y[r] = fmaf(*token.qk, x[r], y[r]);
-      if (l == 0) o(column_of(r), y[r]);
+      const float u = beta * (token.v[column(s)] - dot * x);
+      if (l == 0) store(column(s), fmaf(qk, u, dot * y));
+      if (to.slice || to.next) write(c, token, s, u, to);
     }
+  }
+
+ private:
+  __device__ void write(const DecodeCall& c, const DecodeToken& token, int s, float u, Target<E> to) const {
+    const float one_factor = token.rest[kFactor];
+    const bool one_near = token.rest[kNear] != 0;
+    for (int m = 0; m < chunks; ++m) {
+      const int from = (l + kGroup * m) * n;
+      float S[n], k[n], factor[n], near[n];
+      held.load(s * chunks + m, S);
+      load_floats(token.k + from, k);
+      if constexpr (kChannel) load_floats(token.factor + from, factor), load_floats(token.near + from, near);
 #pragma unroll
-    for (int m = 0; m < kChunks; ++m)
-#pragma unroll
-      for (int c = 0; c < kWidth; ++c) {
-        const float k = token.k[(l + m * kGroup) * kWidth + c];
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) s[r][m][c] = fmaf(k, x[r], s[r][m][c]);
+      for (int i = 0; i < n; ++i) {
+        const float f = kChannel ? factor[i] : one_factor;
+        const bool is_near = kChannel ? near[i] != 0 : one_near;
+        S[i] = fmaf(k[i], u, fmaf(S[i], f, is_near ? S[i] : 0.f));
       }
+      if (to.next) held.keep(s * chunks + m, S);
+      if (to.slice) __stcs(reinterpret_cast<uint4*>(to.slice + column(s) * c.row + from), packed(S));
+    }
   }
 };
 
@@ -350,82 +431,96 @@ __device__ __noinline__ bool find_slot_fault(const Problem& p, const Args& a, in
   return __syncthreads_or(fault != Fault::kNone);
 }
 
-template <class Held, class Args>
-__global__ void __launch_bounds__(256, sizeof(typename Held::E) == 4 ? 3 : 2)
-    sm90_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Args a, DecodeShape shape,
-                       int64_t first, const SlotUse* uses, int32_t* report) {
-  using E = typename Held::E;
+template <class State, class E, class Args>
+__global__ void __launch_bounds__(256, 2)
+    sm90_decode_kernel(const __grid_constant__ DecodeCall c, const __grid_constant__ Problem p,
+                       const __grid_constant__ Args a, const SlotUse* uses, int32_t* report) {
   extern __shared__ __align__(16) uint4 smem[];
-  uint4* raw = smem;
-  float* tokens = reinterpret_cast<float*>(smem + kVectors * blockDim.x);
-  float* sums = tokens + shape.tokens * shape.row;
-  const int64_t n = first + blockIdx.z, hv = blockIdx.y, column = int64_t(blockIdx.x) * Held::kColumns;
-  const int64_t from = read_slot(a, n), left = p.V - column;
+  const int64_t n = c.first + blockIdx.z;
+  const int hv = blockIdx.y, column = blockIdx.x * State::kColumns;
+  int64_t from = n;
   bool wrong = false;
-  if (uses)
-    wrong = slots_are_wrong(p, a, uses, n, report);
-  else if (p.slots)
-    wrong = find_slot_fault(p, a, n, from, report);
+  if (c.slots) {
+    from = read_slot(a, n);
+    wrong = uses ? slots_are_wrong(p, a, uses, n, report) : find_slot_fault(p, a, n, from, report);
+  }
+  const auto store = [&](int t, int j, float o) {
+    with_elements(c.type, c.o.data, [&](auto* x) { put(x + token_at(c.o, n, t, hv) + column + j, o); });
+  };
   if (wrong || from < 0) {
-    const float x = wrong ? cuda::nan_of<float>() : 0.f;
-    for (int i = threadIdx.x; i < shape.tokens * shape.columns; i += blockDim.x) {
-      const int c = i % shape.columns;
-      if (c < left) store_at(a.o, token_at(a.o, n, i / shape.columns, hv) + column + c, x);
-    }
+    for (int t = 0; t < c.T; ++t)
+      for (int j = threadIdx.x; j < c.columns; j += blockDim.x) store(t, j, wrong ? cuda::nan_of<float>() : 0.f);
     return;
   }
-  Held held(p, a.state);
-  E* slice = static_cast<E*>(a.state.data) + hv * a.state.stride[1] + held.slice_offset(a.state, column);
-  held.ask(slice + from * a.state.stride[0], left, raw);
+  const State state(c, smem);
+  float* tokens = reinterpret_cast<float*>(state.held.end(c.vectors));
+  float* sums = tokens + c.T * c.token;
+  E* slice = static_cast<E*>(c.state) + hv * c.head + State::slice(c, column);
+  state.ask(c, slice + from * c.slot);
   __pipeline_commit();
-  load_decode_tokens(p, a, shape, n, hv, column, tokens);
+  for (int t = threadIdx.x / 32; t < c.T; t += blockDim.x / 32)
+    load_decode_token<State::kPerChannelDecay>(c, p, a, n, t, hv, column,
+                                               decode_token<State::kPerChannelDecay>(c, tokens, t));
   __pipeline_wait_prior(0);
   __syncthreads();
-  held.receive(raw, left);
-  const int half = 2 * Held::kColumns * (blockDim.x / 32);
-  for (int t = 0; t < shape.tokens; ++t) {
-    const int64_t to_o = token_at(a.o, n, t, hv) + column;
-    held.take(decode_token(tokens, shape, t), shape, sums + t % 2 * half, [&](int c, float o) {
-      if (c < left) store_at(a.o, to_o + c, o);
-    });
-    const int64_t to = write_slot(p, a, n, t, from);
-    if (to >= 0) held.store(slice + to * a.state.stride[0], left);
+  state.held.widen(c.vectors);
+  for (int t = 0; t < c.T; ++t) {
+    int64_t slot = t + 1 == c.T ? from : -1;
+    if (c.slots) slot = write_slot(p, a, n, t, from);
+    const Target<E> to{slot < 0 ? nullptr : slice + slot * c.slot, t + 1 < c.T};
+    state.take(c, decode_token<State::kPerChannelDecay>(c, tokens, t),
+               sums + t % 2 * (blockDim.x / 32) * 2 * State::kColumns, to, [&](int j, float o) { store(t, j, o); });
   }
 }
 
-template <class Held, class Args>
-void launch_sm90_decode(const Problem& p, const Args& a, const Exec& exec) {
-  DecodeShape shape{int(p.K), p.channels == 1 ? 1 : int(p.K), Held::kColumns, int(p.HV / p.H), 0, int(p.T)};
-  shape.row = 2 * shape.K + shape.columns + int(up_to(2 * shape.gates, 4)) + 4;
+inline TokenTensor token_tensor(const thalweg_tensor& t) { return {t.data, t.stride[0], t.stride[1], t.stride[2]}; }
+
+template <class State, class E, class Args>
+void launch_sm90_decode(const Problem& p, const Plan& plan, const Args& a, const Exec& exec) {
+  constexpr bool kChannel = State::kPerChannelDecay;
+  DecodeCall c{};
+  c.q = token_tensor(a.q), c.k = token_tensor(a.k), c.v = token_tensor(a.v), c.o = token_tensor(a.o);
+  if (is_there(a.g)) c.g = token_tensor(a.g), c.g_channel = kChannel ? a.g.stride[3] : 0;
+  if (is_there(a.beta)) c.beta = token_tensor(a.beta);
+  c.state = a.state.data, c.slot = a.state.stride[0], c.head = a.state.stride[1];
+  c.row = a.state.stride[p.k_contiguous ? 3 : 2];
+  c.type = p.dtype, c.g_type = a.g.dtype, c.beta_type = a.beta.dtype, c.scale = float(p.scale);
+  c.K = int32_t(p.K), c.V = int32_t(p.V), c.T = int32_t(p.T), c.group = int32_t(p.HV / p.H);
+  c.columns = State::kColumns, c.token = decode_token_floats<kChannel>(c.K, c.columns);
+  c.use_qk_l2norm = a.use_qk_l2norm, c.use_gate = a.use_gate, c.slots = p.slots;
+  c.use_beta_sigmoid = a.use_beta_sigmoid, c.allow_neg_eigval = a.allow_neg_eigval;
   SlotUse* uses = nullptr;
   if (p.slots && p.N > kMostSequences) {
     uses = reinterpret_cast<SlotUse*>(exec.workspace);
     count_slot_uses(p, a, exec, uses);
   }
-  const int64_t threads = Held::threads(p.K), floats = shape.tokens * shape.row + Held::sum_floats(p.K);
-  for (int64_t first = 0; first < p.N; first += cuda::kMaxGridYZ) {
-    const int64_t count = p.N - first < cuda::kMaxGridYZ ? p.N - first : cuda::kMaxGridYZ;
-    cuda::launch(exec, "sm90_decode", sm90_decode_kernel<Held, Args>, {parts_of(p.V, Held::kColumns), p.HV, count},
-                 threads, kVectors * threads * 16 + floats * 4, p, a, shape, first, static_cast<const SlotUse*>(uses),
-                 exec.report);
+  const int64_t warps = plan.values[0];
+  c.steps = State::steps_of(p.K, warps), c.vectors = State::vectors_of(p.K, warps);
+  const int64_t bytes = State::bytes(c.K) + 4 * (c.T * c.token + warps * 4 * c.columns);
+  for (; c.first < p.N; c.first += cuda::kMaxGridYZ) {
+    const int64_t count = p.N - c.first < cuda::kMaxGridYZ ? p.N - c.first : cuda::kMaxGridYZ;
+    cuda::launch(exec, "sm90_decode", sm90_decode_kernel<State, E, Args>, {p.V / c.columns, p.HV, count}, 32 * warps,
+                 bytes, c, p, a, static_cast<const SlotUse*>(uses), exec.report);
   }
 }
 
-template <class E, class Args>
-void sm90_decode_by_k(const Problem& p, const Args& a, const Exec& exec) {
-  constexpr int kOf64 = 64 / (kGroup * kVec<E>);  // chunks of K = 64
-  if (p.K == 64) return launch_sm90_decode<HeldByK<E, kOf64>>(p, a, exec);
-  if (p.K == 128) return launch_sm90_decode<HeldByK<E, 2 * kOf64>>(p, a, exec);
-  return launch_sm90_decode<HeldByK<E, 4 * kOf64>>(p, a, exec);
+template <class E, bool kWide, class Args>
+void sm90_decode_layout(const Problem& p, const Plan& plan, const Args& a, const Exec& exec) {
+  constexpr bool kChannel = requires { a.lower_bound; };
+  if (p.k_contiguous)
+    launch_sm90_decode<ByK<E, kChannel, kWide>, E>(p, plan, a, exec);
+  else
+    launch_sm90_decode<ByV<E, kChannel, kWide>, E>(p, plan, a, exec);
 }
 
 template <class Args>
-void sm90_decode_of(const Problem& p, const Args& a, const Exec& exec) {
-  const bool wide = p.state == THALWEG_F32;
-  if (p.k_contiguous && wide) return sm90_decode_by_k<float>(p, a, exec);
-  if (p.k_contiguous) return sm90_decode_by_k<__nv_bfloat16>(p, a, exec);
-  if (wide) return launch_sm90_decode<HeldByV<float>>(p, a, exec);
-  return launch_sm90_decode<HeldByV<__nv_bfloat16>>(p, a, exec);
+void sm90_decode_of(const Problem& p, const Plan& plan, const Args& a, const Exec& exec) {
+  if (p.state == THALWEG_F32)
+    sm90_decode_layout<float, false>(p, plan, a, exec);
+  else if (p.T <= 1)
+    sm90_decode_layout<__nv_bfloat16, false>(p, plan, a, exec);
+  else
+    sm90_decode_layout<__nv_bfloat16, true>(p, plan, a, exec);
 }
 
 }  // namespace

@@ -23,8 +23,8 @@
 
 namespace thalweg::gated_delta_rule {
 
-void sm90_decode(const Problem& p, const Plan&, const thalweg_gated_delta_rule_decode_args& a, const Exec& exec) {
-  delta_rule::sm90_decode_of(p, a, exec);
+void sm90_decode(const Problem& p, const Plan& plan, const thalweg_gated_delta_rule_decode_args& a, const Exec& exec) {
+  delta_rule::sm90_decode_of(p, plan, a, exec);
 }
 
 }  // namespace thalweg::gated_delta_rule

@@ -24,8 +24,8 @@
 
 namespace thalweg::kimi_delta_attention {
 
-void sm90_decode(const Problem& p, const Plan&, const thalweg_kimi_delta_attention_decode_args& a, const Exec& exec) {
-  delta_rule::sm90_decode_of(p, a, exec);
+void sm90_decode(const Problem& p, const Plan& plan, const thalweg_kimi_delta_attention_decode_args& a, const Exec& exec) {
+  delta_rule::sm90_decode_of(p, plan, a, exec);
 }
 
 }  // namespace thalweg::kimi_delta_attention
