@@ -16,20 +16,23 @@ enum GateRow {
   kG,       // G_i
   kReadK,   // 2^G_i rk_i:            S^T k of the state before the chunk
   kWriteK,  // 2^(G_last - G_j) rk_j: V'_j k_j into the state after the chunk
-  kReadQ,   // 2^G_i rq_i scale:      S^T q of the state before the chunk
   kNormQ,   // rq_i scale
   kNormK,   // rk_j
+  kReadQ,   // 2^G_i rq_i scale:      S^T q of the state before the chunk
 };
-static_assert(kNormK + 1 == kGateRows);
+static_assert(kReadQ + 1 == kGateRows);
 
 struct ChunkArgs {
   thalweg_tensor q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, chunk_states;
   const cuda::Span* spans;  // null: not packed
   char* factors;            // [slots HV kFactorBytes]
+  int* tickets;             // blocks that have started, then flags [slots HV]: factors are there; null: all are
+  int prep_blocks;          // the first blocks to start make factors
   int64_t N, B, T, H, HV, K, V;
   int64_t every;  // tokens between chunk_states, a multiple of 64
   float scale;
   bool l2norm, gate, sigmoid, neg_eigval;
+  bool tma;      // q, k, v can be read through maps
   bool aligned;  // rows of q, k, v, o start at multiples of 16 bytes
 };
 
@@ -47,6 +50,18 @@ __device__ inline int64_t first_checkpoint(const ChunkArgs& a, int64_t begin, in
 template <class E>
 __device__ inline E* row_at(const thalweg_tensor& t, int64_t T, int64_t row, int64_t head) {
   return static_cast<E*>(t.data) + row / T * t.stride[0] + row % T * t.stride[1] + head * t.stride[2];
+}
+
+// 8 elements, zeros where they are not valid. Aligned: in flight afterwards; otherwise done, element by element.
+template <class E>
+__device__ inline void copy_piece(uint32_t to, const E* from, bool valid, bool aligned) {
+  using namespace cuda::sm90;
+  if (aligned) return cp_async_16(to, from, valid);
+  uint32_t x[4] = {};
+  const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
+  if (valid)
+    for (int j = 0; j < 4; ++j) x[j] = uint32_t(bits[2 * j]) | uint32_t(bits[2 * j + 1]) << 16;
+  st_shared_128(to, x[0], x[1], x[2], x[3]);
 }
 
 // Rows [0, valid) of [64 columns], stride in elements, into swizzled blocks at `dst`; rows from `valid` on are zero.
@@ -70,11 +85,7 @@ __device__ inline void load_tile(uint32_t dst, const E* src, int64_t stride, int
   }
 #pragma unroll 1
   for (int row = first; row < kChunk; row += kRows) {
-    uint32_t x[4] = {};
-    const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
-    if (row < valid)
-      for (int j = 0; j < 4; ++j) x[j] = uint32_t(bits[2 * j]) | uint32_t(bits[2 * j + 1]) << 16;
-    st_shared_128(to, x[0], x[1], x[2], x[3]);
+    copy_piece(to, from, row < valid, false);
     to += kRows * kRowBytes, from += kRows * stride;
   }
 }

@@ -14,13 +14,23 @@ constexpr int kGateRows = 6;                                        // sm90_chun
 constexpr int64_t kGateBytes = kGateRows * kChunk * 4;              // of a chunk and value head
 constexpr int64_t kFactorBytes = kChunk * kChunk * 2 + kGateBytes;  // A and the gate rows
 
+constexpr int64_t kFewestPrepBlocks = 24;  // they must keep ahead of the chains
+
 // Chunk c of a sequence that starts at row `begin` of [B T] has slot begin / 64 + n + c.
 inline int64_t chunk_slots(const delta_rule::Problem& p) { return p.B * p.T / kChunk + p.N; }
 inline int64_t factors_at(const delta_rule::Problem& p) {
   return delta_rule::up_to(delta_rule::spans_workspace(p), 128);
 }
 
-// values[0]: blocks of 64 columns of V that one thread block takes.
+// Tickets and flags of a launch in which the first blocks make the factors for the others.
+constexpr int64_t kTicketInts = 32;
+inline int64_t flags_bytes(const delta_rule::Problem& p) { return (kTicketInts + chunk_slots(p) * p.HV) * 4; }
+inline int64_t flags_at(const delta_rule::Problem& p) {
+  return delta_rule::up_to(factors_at(p) + chunk_slots(p) * p.HV * kFactorBytes, 128);
+}
+
+// values[0]: blocks of 64 columns of V that one thread block takes; [1]: blocks that make factors beside the chains,
+// 0: a kernel before them does.
 inline bool plan_fwd(const delta_rule::Problem& p, const Device& device, Plan* plan, std::string* why) {
   std::string reason;
   if (p.dtype != THALWEG_BF16 && p.dtype != THALWEG_F16)
@@ -35,7 +45,10 @@ inline bool plan_fwd(const delta_rule::Problem& p, const Device& device, Plan* p
   }
   // Two blocks of columns share the tiles; apart, they use twice the multiprocessors.
   plan->values[0] = p.K == 128 && 2 * p.N * p.HV > device.num_sms ? 2 : 1;
-  plan->shared_bytes = factors_at(p) + chunk_slots(p) * p.HV * kFactorBytes;
+  const int64_t chains = p.N * p.HV * (p.V / 64) / plan->values[0];
+  if (plan->values[0] == 1 && chains > 0 && chains + kFewestPrepBlocks <= device.num_sms && p.T < int64_t(1) << 30)
+    plan->values[1] = device.num_sms - chains;
+  plan->shared_bytes = flags_at(p) + (plan->values[1] ? flags_bytes(p) : 0);
   return true;
 }
 
