@@ -7,6 +7,7 @@
 #include <string>
 
 #include "thalweg/core/kernel.h"
+#include "thalweg/cuda/layout.h"
 #include "thalweg/ops/kda_gate/problem.h"
 
 namespace thalweg {
@@ -85,6 +86,7 @@ Problem check_fwd(const Fwd& args, const Sizes& sizes, Binding) {
   Problem p = check_both(kPasses[0], args, sizes);
   p.g_dtype = args.g.dtype;
   p.rows = has_rows(args.x) && has_rows(args.g);
+  p.wide_rows = cuda::has_wide_rows(args.x) && cuda::has_wide_rows(args.g);
   return p;
 }
 
@@ -92,6 +94,7 @@ Problem check_bwd(const Bwd& args, const Sizes& sizes, Binding) {
   Problem p = check_both(kPasses[1], args, sizes);
   p.g_dtype = args.d_g.dtype;
   p.rows = has_rows(args.x) && has_rows(args.d_g) && has_rows(args.d_x);
+  p.wide_rows = cuda::has_wide_rows(args.x) && cuda::has_wide_rows(args.d_g) && cuda::has_wide_rows(args.d_x);
   p.head_sums = present(args.d_A_log);
   p.channel_sums = present(args.d_dt_bias);
   return p;
@@ -157,13 +160,31 @@ bool plan_cuda_bwd(const Problem& p, const Device&, Plan* plan, std::string*) {
   return true;
 }
 
+bool takes_sm90(const Problem& p, const char* g, std::string* why) {
+  const bool wide = p.wide_rows && p.K <= kSm90MostChannels && p.HV <= INT32_MAX && num_tokens(p) <= INT32_MAX;
+  if (wide && p.dtype != THALWEG_F64 && p.g_dtype != THALWEG_F64) return true;
+  if (why && !wide)
+    *why = "needs contiguous rows at multiples of 16 bytes, K a multiple of 8 and at most 1024, fewer than 2^31 tokens, "
+           "got others";
+  if (why && wide) *why = std::string("needs ") + (p.dtype == THALWEG_F64 ? "x" : g) + " of f32, bf16 or f16, got f64";
+  return false;
+}
+
+bool plan_sm90_fwd(const Problem& p, const Device&, Plan*, std::string* why) { return takes_sm90(p, "g", why); }
+
+bool plan_sm90_bwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
+  return takes_sm90(p, "d_g", why) && plan_cuda_bwd(p, device, plan, why);
+}
+
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"sm90_vec_fwd", THALWEG_CUDA, Isa::kPortable, plan_sm90_fwd, sm90_vec_fwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_fwd, cuda_generic_fwd},
     {"cpu_vec_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_fwd, avx512::cpu_vec_fwd},
     {"cpu_vec_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_fwd, avx2::cpu_vec_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_fwd, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"sm90_vec_bwd", THALWEG_CUDA, Isa::kPortable, plan_sm90_bwd, sm90_vec_bwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_bwd, cuda_generic_bwd},
     {"cpu_vec_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_bwd, avx512::cpu_vec_bwd},
     {"cpu_vec_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_bwd, avx2::cpu_vec_bwd},

@@ -13,6 +13,7 @@ struct Problem {
   thalweg_dtype dtype;    // of x, d_x
   thalweg_dtype g_dtype;  // of g, d_g
   bool rows;              // every tensor of x's shape has K contiguous
+  bool wide_rows;         // and its rows suit 16-byte loads (cuda/layout.h)
   bool head_sums;         // bwd: d_A_log is wanted
   bool channel_sums;      // bwd: d_dt_bias is wanted
 };
@@ -45,7 +46,7 @@ inline Shared shared_of(const Problem& p, int64_t gate_bytes, int64_t bias_bytes
 }
 
 // CUDA, backward: workspace of the partial sums, float64, [blocks][HV][K] of d_dt_bias and [blocks][chunks][HV] of
-// d_A_log. Blocks of at least 64 tokens, at most 1024 and about 4 M sums: by sizes alone, the same for every row.
+// d_A_log. Blocks of at least 64 tokens, at most 65535 and about 4 M sums: by sizes alone, the same for every row.
 struct CudaSums {
   int64_t block, num_blocks;  // tokens of a block
   int64_t chunks;             // of at most 256 channels
@@ -53,7 +54,7 @@ struct CudaSums {
 };
 inline CudaSums cuda_sums_of(const Problem& p) {
   const int64_t columns = p.HV * p.K < 1 ? 1 : p.HV * p.K;
-  const int64_t fit = (int64_t(1) << 22) / columns, most = fit < 1 ? 1 : fit > 1024 ? 1024 : fit;
+  const int64_t fit = (int64_t(1) << 22) / columns, most = fit < 1 ? 1 : fit > 65535 ? 65535 : fit;
   CudaSums s;
   s.block = ceil_div(num_tokens(p), most) < 64 ? 64 : ceil_div(num_tokens(p), most);
   s.num_blocks = ceil_div(num_tokens(p), s.block);
@@ -94,6 +95,11 @@ void cpu_vec_bwd(const Problem&, const Plan&, const thalweg_kda_gate_bwd_args&, 
 // cuda_generic.cu: any dtype, any strides.
 void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_kda_gate_fwd_args&, const Exec&);
 void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_kda_gate_bwd_args&, const Exec&);
+
+// sm90_vec_fwd.cu, sm90_vec_bwd.cu: wide rows.
+void sm90_vec_fwd(const Problem&, const Plan&, const thalweg_kda_gate_fwd_args&, const Exec&);
+void sm90_vec_bwd(const Problem&, const Plan&, const thalweg_kda_gate_bwd_args&, const Exec&);
+constexpr int64_t kSm90MostChannels = 1024;  // a row is at most 256 packs of 4
 
 }  // namespace thalweg::kda_gate
 #endif
