@@ -7,7 +7,7 @@
 
 namespace thalweg::cuda {
 
-constexpr int kSumColumns = 32, kSumLanes = 16;
+constexpr int kSumColumns = 32, kSumLanes = 32;
 
 // out(column, sum) stores one column.
 template <class A, class Out>
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kSumColumns* kSumLanes)
     const int64_t column = first + at;
     double sum = 0;
     if (column < columns) {
-#pragma unroll 4
+#pragma unroll 8
       for (int64_t block = lane; block < blocks; block += kSumLanes) sum += double(partials[block * columns + column]);
     }
     sums[lane][at] = sum;

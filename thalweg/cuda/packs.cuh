@@ -9,6 +9,8 @@
 
 #include <type_traits>
 
+#include "thalweg/cuda/tensor.cuh"
+
 namespace thalweg::cuda {
 
 // As they are stored.
@@ -81,6 +83,37 @@ __device__ __forceinline__ Pack<E, N> narrow(const float (&x)[N]) {
     }
   }
   return pack;
+}
+
+template <class E, int N>
+__device__ __forceinline__ bool load_as(const thalweg_tensor& t, int64_t offset, float (&x)[N]) {
+  const E* p = static_cast<const E*>(t.data) + offset;
+  if (reinterpret_cast<uintptr_t>(p) % (N * sizeof(E) < 16 ? N * sizeof(E) : 16) != 0) return false;
+  if constexpr (N * sizeof(E) <= 16) {
+    widen(load_pack<E, N>(p), x);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      float part[4];
+      widen(load_pack<E, 4>(p + i), part);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[i + j] = part[j];
+    }
+  }
+  return true;
+}
+
+// N elements of a tensor of any float dtype, `stride` apart; `absent` where there is none. Wide loads where they are
+// possible: for parameters that a thread keeps.
+template <int N>
+__device__ __forceinline__ void load_parameters(const thalweg_tensor& t, int64_t offset, int64_t stride, float absent,
+                                                float (&x)[N]) {
+  if constexpr ((N & (N - 1)) == 0) {
+    if (stride == 1 && t.dtype == THALWEG_F32 && load_as<float>(t, offset, x)) return;
+    if (stride == 1 && t.dtype == THALWEG_BF16 && load_as<__nv_bfloat16>(t, offset, x)) return;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = is_there(t) ? load_at<float>(t, offset + i * stride) : absent;
 }
 
 }  // namespace thalweg::cuda

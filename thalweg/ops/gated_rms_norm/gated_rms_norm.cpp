@@ -7,6 +7,7 @@
 #include <string>
 
 #include "thalweg/core/kernel.h"
+#include "thalweg/cuda/layout.h"
 #include "thalweg/ops/gated_rms_norm/problem.h"
 
 namespace thalweg {
@@ -83,12 +84,16 @@ Problem check_fwd(const Fwd& args, const Sizes& sizes, Binding) {
   if (present(args.rstd) && args.rstd.dtype != expected)
     fail_field(kPasses[0], "rstd", "dtype, got %s, expected %s (from x)", thalweg_dtype_name(args.rstd.dtype),
                thalweg_dtype_name(expected));
-  return check_both(kPasses[0], args, sizes);
+  Problem p = check_both(kPasses[0], args, sizes);
+  p.wide_rows = cuda::has_wide_rows(args.x) && cuda::has_wide_rows(args.gate) && cuda::has_wide_rows(args.y);
+  return p;
 }
 
 Problem check_bwd(const Bwd& args, const Sizes& sizes, Binding) {
   Problem p = check_both(kPasses[1], args, sizes);
   p.sums = present(args.d_weight);
+  p.wide_rows = cuda::has_wide_rows(args.x) && cuda::has_wide_rows(args.gate) && cuda::has_wide_rows(args.d_y) &&
+                cuda::has_wide_rows(args.d_x) && cuda::has_wide_rows(args.d_gate);
   return p;
 }
 
@@ -155,13 +160,27 @@ bool plan_cuda_bwd(const Problem& p, const Device&, Plan* plan, std::string*) {
   return true;
 }
 
+bool takes_sm90(const Problem& p, std::string* why) {
+  const bool wide = p.wide_rows && p.D * int64_t(thalweg_dtype_bytes(p.dtype)) <= kSm90RowBytes;
+  if (!wide && why) *why = "needs rows at multiples of 16 bytes, D a multiple of 8 and at most 1024 bytes, got others";
+  return wide && takes_vec(p, why);
+}
+
+bool plan_sm90_fwd(const Problem& p, const Device&, Plan*, std::string* why) { return takes_sm90(p, why); }
+
+bool plan_sm90_bwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
+  return takes_sm90(p, why) && plan_cuda_bwd(p, device, plan, why);
+}
+
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"sm90_vec_fwd", THALWEG_CUDA, Isa::kPortable, plan_sm90_fwd, sm90_vec_fwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_fwd, cuda_generic_fwd},
     {"cpu_vec_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_fwd, avx512::cpu_vec_fwd},
     {"cpu_vec_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_fwd, avx2::cpu_vec_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_fwd, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"sm90_vec_bwd", THALWEG_CUDA, Isa::kPortable, plan_sm90_bwd, sm90_vec_bwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_bwd, cuda_generic_bwd},
     {"cpu_vec_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_bwd, avx512::cpu_vec_bwd},
     {"cpu_vec_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_bwd, avx2::cpu_vec_bwd},

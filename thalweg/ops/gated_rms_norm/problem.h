@@ -15,7 +15,8 @@ struct Problem {
   thalweg_dtype dtype;  // of x, y
   thalweg_dtype gate_dtype;
   Gate gate;
-  bool sums;  // bwd: d_weight is wanted
+  bool sums;       // bwd: d_weight is wanted
+  bool wide_rows;  // every [M D] tensor's rows suit 16-byte loads (cuda/layout.h)
 };
 
 // Plan.values of the rows of this operator.
@@ -53,17 +54,17 @@ void cpu_vec_fwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_fwd_a
 void cpu_vec_bwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_bwd_args&, const Exec&);
 }  // namespace avx512
 
-// CUDA, backward with sums: workspace of the partial sums, float64 [blocks][D], then rstd [M]. Blocks of at least 64
-// rows, at most 1024 and about 4 M sums: by sizes alone, the same for every row of the table.
+// CUDA, backward with sums: workspace of the partial sums, float64 [blocks][D], then rstd [M]. Blocks of at least 32
+// rows, at most 512 and about 4 M sums: by sizes alone, the same for every row of the table.
 struct CudaSums {
   int64_t block, num_blocks;  // rows of a block
   int64_t rstd, end;          // in bytes
 };
 namespace {  // a copy for each file: some are compiled per instruction set
 inline CudaSums cuda_sums_of(const Problem& p) {
-  const int64_t fit = (int64_t(1) << 22) / (p.D < 1 ? 1 : p.D), most = fit < 1 ? 1 : fit > 1024 ? 1024 : fit;
+  const int64_t fit = (int64_t(1) << 22) / (p.D < 1 ? 1 : p.D), most = fit < 1 ? 1 : fit > 512 ? 512 : fit;
   CudaSums s;
-  s.block = (p.M + most - 1) / most < 64 ? 64 : (p.M + most - 1) / most;
+  s.block = (p.M + most - 1) / most < 32 ? 32 : (p.M + most - 1) / most;
   s.num_blocks = (p.M + s.block - 1) / s.block;
   s.rstd = (s.num_blocks * p.D * 8 + 63) / 64 * 64;
   s.end = (s.rstd + p.M * (p.dtype == THALWEG_F64 ? 8 : 4) + 63) / 64 * 64;
@@ -74,6 +75,11 @@ inline CudaSums cuda_sums_of(const Problem& p) {
 // cuda_generic.cu: any dtype, any strides.
 void cuda_generic_fwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_fwd_args&, const Exec&);
 void cuda_generic_bwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_bwd_args&, const Exec&);
+
+// sm90_vec_fwd.cu, sm90_vec_bwd.cu: wide rows of at most this many bytes.
+void sm90_vec_fwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_fwd_args&, const Exec&);
+void sm90_vec_bwd(const Problem&, const Plan&, const thalweg_gated_rms_norm_bwd_args&, const Exec&);
+constexpr int64_t kSm90RowBytes = 1024;
 
 }  // namespace thalweg::gated_rms_norm
 #endif

@@ -58,22 +58,7 @@ __device__ __forceinline__ E* row_at(const Rows& rows, const Walk& walk, int64_t
 // dt_bias of N channels, or zeros.
 template <int N>
 __device__ __forceinline__ void load_bias(const thalweg_tensor& dt_bias, int64_t hv, int64_t k, float (&bias)[N]) {
-  if (dt_bias.dtype == THALWEG_F32 && dt_bias.stride[1] == 1) {
-    const float* row = static_cast<const float*>(dt_bias.data) + hv * dt_bias.stride[0] + k;
-#pragma unroll
-    for (int i = 0; i < N; ++i) bias[i] = row[i];
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    bias[i] = cuda::is_there(dt_bias)
-                  ? cuda::load_at<float>(dt_bias, hv * dt_bias.stride[0] + (k + i) * dt_bias.stride[1])
-                  : 0.f;
-}
-
-template <class E>
-constexpr thalweg_dtype code_of() {
-  return sizeof(E) == 4 ? THALWEG_F32 : std::is_same_v<E, __half> ? THALWEG_F16 : THALWEG_BF16;
+  cuda::load_parameters(dt_bias, hv * dt_bias.stride[0] + k * dt_bias.stride[1], dt_bias.stride[1], 0.f, bias);
 }
 
 }  // namespace

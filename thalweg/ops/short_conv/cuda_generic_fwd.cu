@@ -15,7 +15,7 @@
 // Measured the sm90 rows are the fast ones; see their headers
 #include <stddef.h>
 
-#include "thalweg/ops/short_conv/cuda_sequences.cuh"
+#include "thalweg/ops/short_conv/cuda_final_state.cuh"
 
 namespace thalweg::short_conv {
 namespace {
@@ -46,21 +46,6 @@ __global__ void __launch_bounds__(kChannels)
         if (p.silu) y = silu(y);
       }
       store_at(args.y, token_at(args.y, p.T, r) + d, y);
-    }
-  }
-}
-
-// A copy of inputs: through float64, which holds every other dtype.
-__global__ void __launch_bounds__(kChannels) final_state_kernel(const Problem p, const thalweg_short_conv_fwd_args args,
-                                                                const cuda::Span* spans, int64_t strips) {
-  for (int64_t task = blockIdx.x; task < p.N * strips; task += gridDim.x) {
-    const int64_t n = task / strips, d = (task - n * strips) * kChannels + threadIdx.x;
-    if (d >= p.D) continue;
-    const Sequence s = sequence_of(p, spans, n);
-    for (int64_t j = 0; j < p.W; ++j) {
-      double x = cuda::nan_of<double>();
-      if (s.valid) x = input_at<double>(p, args.x, args.initial_state, s, s.end - p.W + j, d);
-      store_at(args.final_state, state_at(args.final_state, n, d, j), x);
     }
   }
 }
@@ -113,9 +98,7 @@ void cuda_generic_fwd(const Problem& p, const Plan&, const thalweg_short_conv_fw
   cuda::launch(exec, "short_conv cuda_generic_fwd",
                p.dtype == THALWEG_F64 ? forward_kernel<double> : forward_kernel<float>, {cuda::capped_grid(tasks)},
                kChannels, 0, p, args, spans, strips);
-  if (args.final_state.dtype != THALWEG_NONE)
-    cuda::launch(exec, "short_conv final_state", final_state_kernel, {cuda::capped_grid(p.N * strips)}, kChannels, 0, p,
-                 args, spans, strips);
+  store_final_states(p, args, spans, INT64_MAX, exec);
 }
 
 void cuda_generic_decode(const Problem& p, const Plan&, const thalweg_short_conv_decode_args& args, const Exec& exec) {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "thalweg/core/kernel.h"
+#include "thalweg/cuda/layout.h"
 #include "thalweg/ops/short_conv/problem.h"
 
 namespace thalweg {
@@ -110,6 +111,7 @@ Problem check_fwd(const Fwd& args, const Sizes& sizes, Binding binding) {
   p.B = sizes["B"];
   p.packed = present(args.cu_seqlens);
   p.N = check_sequences(kPasses[0], sizes, args.cu_seqlens, binding);
+  p.wide_rows = cuda::has_wide_rows(args.x) && cuda::has_wide_rows(args.y);
   return p;
 }
 
@@ -119,6 +121,7 @@ Problem check_bwd(const Bwd& args, const Sizes& sizes, Binding binding) {
   p.packed = present(args.cu_seqlens);
   p.N = check_sequences(kPasses[1], sizes, args.cu_seqlens, binding);
   p.sums = present(args.d_weight) || present(args.d_bias);
+  p.wide_rows = cuda::has_wide_rows(args.x) && cuda::has_wide_rows(args.d_y) && cuda::has_wide_rows(args.d_x);
   return p;
 }
 
@@ -197,13 +200,33 @@ bool plan_cuda(const Problem& p, const Device&, Plan* plan, std::string*) {
   return true;
 }
 
+bool takes_sm90(const Problem& p, std::string* why) {
+  const bool wide = p.wide_rows && p.W >= 2 && p.W <= 4;
+  if (!wide && why) *why = "needs rows at multiples of 16 bytes, D a multiple of 8, W from 2 to 4, got others";
+  return wide && takes_vec(p, why);
+}
+
+bool plan_sm90_fwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
+  if (!takes_sm90(p, why)) return false;
+  // Runs of tokens: long ones read few tokens twice, many fill the device, a thread each 2 channels.
+  const int64_t threads = std::max<int64_t>(1, device.num_sms) * 1024;
+  plan->values[kBlock] = std::clamp<int64_t>(p.B * p.T * p.D / 2 / threads / 8 * 8, 8, 64);
+  return plan_cuda(p, device, plan, why);
+}
+
+bool plan_sm90_bwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
+  return takes_sm90(p, why) && plan_cuda(p, device, plan, why);
+}
+
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
+    {"sm90_vec_fwd", THALWEG_CUDA, Isa::kPortable, plan_sm90_fwd, sm90_vec_fwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda, cuda_generic_fwd},
     {"cpu_vec_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_fwd, avx512::cpu_vec_fwd},
     {"cpu_vec_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_fwd, avx2::cpu_vec_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
+    {"sm90_vec_bwd", THALWEG_CUDA, Isa::kPortable, plan_sm90_bwd, sm90_vec_bwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda, cuda_generic_bwd},
     {"cpu_vec_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_bwd, avx512::cpu_vec_bwd},
     {"cpu_vec_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_bwd, avx2::cpu_vec_bwd},
