@@ -108,7 +108,7 @@ __device__ __forceinline__ bool load_as(const thalweg_tensor& t, int64_t offset,
 template <int N>
 __device__ __forceinline__ void load_parameters(const thalweg_tensor& t, int64_t offset, int64_t stride, float absent,
                                                 float (&x)[N]) {
-  if constexpr ((N & (N - 1)) == 0) {
+  if constexpr (N >= 2 && (N & (N - 1)) == 0) {
     if (stride == 1 && t.dtype == THALWEG_F32 && load_as<float>(t, offset, x)) return;
     if (stride == 1 && t.dtype == THALWEG_BF16 && load_as<__nv_bfloat16>(t, offset, x)) return;
   }

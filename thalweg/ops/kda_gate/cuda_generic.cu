@@ -6,11 +6,12 @@
 //                         dg/dA_log = lower_bound s (1 - s) z
 // Shapes   x,g,d_g,d_x [B T L HV K]  A_log [HV]  dt_bias [HV K]
 // Takes    anything valid
-// Grid     forward: blocks walk over rows (token, hv); backward: one block per (block of tokens, hv, 256 channels)
+// Grid     forward: blocks walk over rows (token, hv); backward: one block per (block of tokens, hv)
 // Tile     256 threads as lanes of rows x a power of two of channels that covers K, at most 256
 // Smem     backward: 2 KiB, sums over the lanes
 // Regs     not watched
-// Order    backward: a lane adds its tokens ascending, lanes in order, then column_sums.cuh over blocks
+// Order    backward: a lane adds its tokens ascending, lanes in order, chunks of 256 channels in order, then
+//          column_sums.cuh over blocks
 // Numerics float64 for every dtype, rounded at the store
 // Traps    a may be infinite or 0 where its product with a tiny softplus or slope is not: such products are
 //          exponentials of sums of logarithms. 0 times an infinite slope is 0.
@@ -98,38 +99,47 @@ __device__ Terms backward_channel(const Problem& p, const thalweg_kda_gate_bwd_a
   return sums;
 }
 
+// The sum over a block's threads, in thread 0.
+__device__ double block_sum(double x, double* terms) {
+  terms[threadIdx.x] = x;
+  __syncthreads();
+  for (int half = cuda::kTileThreads / 2; half > 0; half /= 2) {
+    if (int(threadIdx.x) < half) terms[threadIdx.x] += terms[threadIdx.x + half];
+    __syncthreads();
+  }
+  return terms[0];
+}
+
 __global__ void __launch_bounds__(cuda::kTileThreads)
     backward_kernel(const Problem p, const thalweg_kda_gate_bwd_args args, const Tile tile, const CudaSums at,
-                    double* channels, double* heads) {
+                    double* partials) {
   __shared__ double terms[cuda::kTileThreads];
   const int column = int(threadIdx.x) % tile.columns, lane = int(threadIdx.x) / tile.columns;
-  const int64_t tokens = tokens_of(p), tasks = at.num_blocks * at.chunks * p.HV;
+  const int64_t tokens = tokens_of(p), tasks = at.num_blocks * p.HV;
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    const int64_t part = task / p.HV, hv = task - part * p.HV, block = part / at.chunks,
-                  chunk = part - block * at.chunks;
-    const int64_t k = chunk * tile.columns + column, end = (block + 1) * at.block;
-    Terms sums = {0, 0};
-    if (k < p.K)
-      sums = backward_channel(p, args, hv, k, block * at.block + lane, end < tokens ? end : tokens, tile.lanes);
-    if (p.channel_sums) {
+    const int64_t block = task / p.HV, hv = task - block * p.HV;
+    const int64_t first = block * at.block + lane,
+                  end = (block + 1) * at.block < tokens ? (block + 1) * at.block : tokens;
+    double* out = partials + task * (p.K + 1);
+    double head = 0;
+    for (int64_t base = 0; base < p.K; base += tile.columns) {
+      const int64_t k = base + column;
+      Terms sums = {0, 0};
+      if (k < p.K) sums = backward_channel(p, args, hv, k, first, end, tile.lanes);
+      head += sums.head;
+      if (!partials) continue;
       terms[threadIdx.x] = sums.channel;
       __syncthreads();
       if (lane == 0 && k < p.K) {
         for (int i = 1; i < tile.lanes; ++i) sums.channel += terms[i * tile.columns + column];
-        channels[(block * p.HV + hv) * p.K + k] = sums.channel;
+        out[k] = sums.channel;
       }
       __syncthreads();
     }
-    if (p.head_sums) {
-      terms[threadIdx.x] = sums.head;
-      __syncthreads();
-      for (int half = cuda::kTileThreads / 2; half > 0; half /= 2) {
-        if (int(threadIdx.x) < half) terms[threadIdx.x] += terms[threadIdx.x + half];
-        __syncthreads();
-      }
-      if (threadIdx.x == 0) heads[part * p.HV + hv] = terms[0];
-      __syncthreads();
-    }
+    if (!partials) continue;
+    head = block_sum(head, terms);
+    if (threadIdx.x == 0) out[p.K] = head;
+    __syncthreads();
   }
 }
 
@@ -144,10 +154,8 @@ void cuda_generic_fwd(const Problem& p, const Plan&, const thalweg_kda_gate_fwd_
 
 void cuda_generic_bwd(const Problem& p, const Plan&, const thalweg_kda_gate_bwd_args& args, const Exec& exec) {
   const CudaSums at = cuda_sums_of(p);
-  double *channels = reinterpret_cast<double*>(exec.workspace), *heads = channels + at.heads / 8;
-  cuda::launch(exec, "kda_gate cuda_generic_bwd", backward_kernel,
-               {cuda::capped_grid(at.num_blocks * at.chunks * p.HV)}, cuda::kTileThreads, 0, p, args,
-               cuda::tile_of(p.K), at, channels, heads);
+  cuda::launch(exec, "kda_gate cuda_generic_bwd", backward_kernel, {cuda::capped_grid(at.num_blocks * p.HV)},
+               cuda::kTileThreads, 0, p, args, cuda::tile_of(p.K), at, partials_of(p, exec));
   store_cuda_sums(p, args, exec);
 }
 

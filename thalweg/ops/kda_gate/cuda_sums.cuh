@@ -9,26 +9,26 @@
 namespace thalweg::kda_gate {
 namespace {
 
-struct StoreHead {
-  thalweg_tensor d_A_log;
-  __device__ void operator()(int64_t hv, double sum) const { cuda::store_at(d_A_log, hv * d_A_log.stride[0], sum); }
-};
-struct StoreChannel {
-  thalweg_tensor d_dt_bias;
+struct StoreSums {
+  thalweg_tensor d_A_log, d_dt_bias;
   int64_t K;
   __device__ void operator()(int64_t column, double sum) const {
-    cuda::store_at(d_dt_bias, column / K * d_dt_bias.stride[0] + column % K * d_dt_bias.stride[1], sum);
+    const int64_t hv = column / (K + 1), k = column - hv * (K + 1);
+    if (k == K && cuda::is_there(d_A_log)) cuda::store_at(d_A_log, hv * d_A_log.stride[0], sum);
+    if (k < K && cuda::is_there(d_dt_bias))
+      cuda::store_at(d_dt_bias, hv * d_dt_bias.stride[0] + k * d_dt_bias.stride[1], sum);
   }
 };
 
+// The partial sums, or null where no sums are wanted.
+inline double* partials_of(const Problem& p, const Exec& exec) {
+  return p.head_sums || p.channel_sums ? reinterpret_cast<double*>(exec.workspace) : nullptr;
+}
+
 inline void store_cuda_sums(const Problem& p, const thalweg_kda_gate_bwd_args& args, const Exec& exec) {
-  const CudaSums at = cuda_sums_of(p);
-  const double *channels = reinterpret_cast<const double*>(exec.workspace), *heads = channels + at.heads / 8;
-  if (p.channel_sums)
-    cuda::column_sums(exec, "kda_gate d_dt_bias", channels, at.num_blocks, p.HV * p.K,
-                      StoreChannel{args.d_dt_bias, p.K});
-  if (p.head_sums)
-    cuda::column_sums(exec, "kda_gate d_A_log", heads, at.num_blocks * at.chunks, p.HV, StoreHead{args.d_A_log});
+  if (!partials_of(p, exec)) return;
+  cuda::column_sums(exec, "kda_gate sums", static_cast<const double*>(partials_of(p, exec)), cuda_sums_of(p).num_blocks,
+                    p.HV * (p.K + 1), StoreSums{args.d_A_log, args.d_dt_bias, p.K});
 }
 
 }  // namespace

@@ -161,10 +161,10 @@ bool plan_cuda_bwd(const Problem& p, const Device&, Plan* plan, std::string*) {
 }
 
 bool takes_sm90(const Problem& p, const char* g, std::string* why) {
-  const bool wide = p.wide_rows && p.K <= kSm90MostChannels && p.HV <= INT32_MAX && num_tokens(p) <= INT32_MAX;
+  const bool wide = p.wide_rows && p.K >= 8 && p.K <= kSm90MostChannels && p.HV <= INT32_MAX && num_tokens(p) <= INT32_MAX;
   if (wide && p.dtype != THALWEG_F64 && p.g_dtype != THALWEG_F64) return true;
   if (why && !wide)
-    *why = "needs contiguous rows at multiples of 16 bytes, K a multiple of 8 and at most 1024, fewer than 2^31 tokens, "
+    *why = "needs contiguous rows at multiples of 16 bytes, K a multiple of 8 from 8 to 1024, fewer than 2^31 tokens, "
            "got others";
   if (why && wide) *why = std::string("needs ") + (p.dtype == THALWEG_F64 ? "x" : g) + " of f32, bf16 or f16, got f64";
   return false;

@@ -45,22 +45,19 @@ inline Shared shared_of(const Problem& p, int64_t gate_bytes, int64_t bias_bytes
   return s;
 }
 
-// CUDA, backward: workspace of the partial sums, float64, [blocks][HV][K] of d_dt_bias and [blocks][chunks][HV] of
-// d_A_log. Blocks of at least 64 tokens, at most 65535 and about 4 M sums: by sizes alone, the same for every row.
+// CUDA, backward: workspace of the partial sums, float64 [blocks][HV][K + 1], d_A_log's last. Blocks of at least 32
+// tokens, at most 65535 and about 4 M sums: by sizes alone, the same for every row of the table.
 struct CudaSums {
   int64_t block, num_blocks;  // tokens of a block
-  int64_t chunks;             // of at most 256 channels
-  int64_t heads, end;         // in bytes
+  int64_t end;                // in bytes; 0 where no sums are wanted
 };
 inline CudaSums cuda_sums_of(const Problem& p) {
-  const int64_t columns = p.HV * p.K < 1 ? 1 : p.HV * p.K;
+  const int64_t columns = p.HV * (p.K + 1) < 1 ? 1 : p.HV * (p.K + 1);
   const int64_t fit = (int64_t(1) << 22) / columns, most = fit < 1 ? 1 : fit > 65535 ? 65535 : fit;
   CudaSums s;
-  s.block = ceil_div(num_tokens(p), most) < 64 ? 64 : ceil_div(num_tokens(p), most);
+  s.block = ceil_div(num_tokens(p), most) < 32 ? 32 : ceil_div(num_tokens(p), most);
   s.num_blocks = ceil_div(num_tokens(p), s.block);
-  s.chunks = ceil_div(p.K, 256);
-  s.heads = p.channel_sums ? ceil_div(s.num_blocks * p.HV * p.K * 8, 64) * 64 : 0;
-  s.end = s.heads + (p.head_sums ? ceil_div(s.num_blocks * s.chunks * p.HV * 8, 64) * 64 : 0);
+  s.end = p.head_sums || p.channel_sums ? ceil_div(s.num_blocks * p.HV * (p.K + 1) * 8, 64) * 64 : 0;
   return s;
 }
 

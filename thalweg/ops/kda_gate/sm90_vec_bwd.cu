@@ -19,7 +19,7 @@ namespace thalweg::kda_gate {
 namespace {
 
 constexpr int N = 4;        // channels of a thread; 8 take too many registers
-constexpr int kTokens = 2;  // of a thread, loaded at once
+constexpr int kTokens = 4;  // of a thread, loaded at once
 
 // What a thread has summed.
 struct Terms {
@@ -52,48 +52,38 @@ __device__ void unusual_backward(const HeadGate& gate, float (&y)[N], float (&d)
 }
 
 // The sums of a block: over lanes for each channel, over all for the head.
-__device__ void store_partials(const Terms& terms, const Walk& walk, int64_t hv, int64_t HV, double* channels,
-                               double* heads) {
+__device__ void store_partials(const Terms& terms, const Walk& walk, double* out) {
   __shared__ float smem[kThreads * N];
   __shared__ double of_warps[kThreads / 32];
-  const int used = walk.packs * walk.lanes, width = walk.packs * N, tid = int(threadIdx.x);
-  if (channels) {
+  const int width = walk.packs * N, tid = int(threadIdx.x);
 #pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (tid < used) smem[tid * N + j] = terms.channels[j];
-    __syncthreads();
-    for (int k = tid; k < width; k += kThreads) {
-      double sum = 0;
-      for (int lane = 0; lane < walk.lanes; ++lane) sum += double(smem[lane * width + k]);
-      channels[(int64_t(blockIdx.y) * HV + hv) * width + k] = sum;
-    }
-  }
-  if (heads) {
-    const double warp = cuda::warp_sum(double(terms.head));
-    if (tid % 32 == 0) of_warps[tid / 32] = warp;
-    __syncthreads();
-    if (tid > 0) return;
+  for (int j = 0; j < N; ++j) smem[tid * N + j] = terms.channels[j];
+  const double warp = cuda::warp_sum(double(terms.head));
+  if (tid % 32 == 0) of_warps[tid / 32] = warp;
+  __syncthreads();
+  for (int k = tid; k < width; k += kThreads) {
     double sum = 0;
-    for (int i = 0; i < kThreads / 32; ++i) sum += of_warps[i];
-    heads[int64_t(blockIdx.y) * HV + hv] = sum;
+    for (int lane = 0; lane < walk.lanes; ++lane) sum += double(smem[lane * width + k]);
+    out[k] = sum;
   }
+  if (tid > 0) return;
+  double sum = 0;
+  for (int i = 0; i < kThreads / 32; ++i) sum += of_warps[i];
+  out[width] = sum;
 }
 
 template <class X, class G, bool kSoftplus, int kCount>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const Rows x, const Rows d_g, const Rows d_x, const thalweg_tensor A_log,
                     const thalweg_tensor dt_bias, const float lower_bound, const Walk walk, const int64_t block,
-                    double* channels, double* heads) {
+                    double* partials) {
   const int lane = int(threadIdx.x) / walk.packs, k = (int(threadIdx.x) - lane * walk.packs) * N;
   const int64_t hv = blockIdx.x, from = int64_t(blockIdx.y) * block;
   const int64_t end = lane >= walk.lanes ? 0 : from + block < walk.tokens ? from + block : walk.tokens;
-  const HeadGate gate = head_gate(A_log, hv, lower_bound);
-  float bias[N];
-  load_bias(dt_bias, hv, k, bias);
-  Terms terms = {};
-  for (int64_t first = from + lane; first < end; first += walk.lanes * kCount) {
-    cuda::Pack<X, N> xs[kCount];
-    cuda::Pack<G, N> gs[kCount];
+  int64_t first = from + lane;
+  cuda::Pack<X, N> xs[kCount];
+  cuda::Pack<G, N> gs[kCount];
+  auto load = [&] {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int64_t token = first + i * walk.lanes;
@@ -101,6 +91,13 @@ __global__ void __launch_bounds__(kThreads)
       xs[i] = cuda::load_pack<X, N>(row_at<const X>(x, walk, token, hv) + k);
       gs[i] = cuda::load_pack<G, N>(row_at<const G>(d_g, walk, token, hv) + k);
     }
+  };
+  load();  // before the parameters are waited for
+  float bias[N];
+  load_bias(dt_bias, hv, lane < walk.lanes ? k : 0, bias);
+  const HeadGate gate = head_gate(A_log, hv, lower_bound);
+  Terms terms = {};
+  for (; first < end; first += walk.lanes * kCount, load()) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int64_t token = first + i * walk.lanes;
@@ -117,20 +114,17 @@ __global__ void __launch_bounds__(kThreads)
       if (d_x.data) cuda::store_pack(row_at<X>(d_x, walk, token, hv) + k, cuda::narrow<X>(d));
     }
   }
-  store_partials(terms, walk, hv, gridDim.x, channels, heads);
+  if (partials) store_partials(terms, walk, partials + (int64_t(blockIdx.y) * gridDim.x + hv) * (walk.packs * N + 1));
 }
 
 template <class X, class G>
 void backward(const Problem& p, const thalweg_kda_gate_bwd_args& args, const Exec& exec) {
   const CudaSums at = cuda_sums_of(p);
-  double* channels = reinterpret_cast<double*>(exec.workspace);
-  double* heads = reinterpret_cast<double*>(exec.workspace + at.heads);
   const Walk walk = walk_of(p, N);
   cuda::launch(exec, "kda_gate sm90_vec_bwd",
                p.lower_bound == 0 ? backward_kernel<X, G, true, kTokens> : backward_kernel<X, G, false, kTokens>,
                {p.HV, at.num_blocks}, kThreads, 0, rows_of(args.x), rows_of(args.d_g), rows_of(args.d_x), args.A_log,
-               args.dt_bias, float(p.lower_bound), walk, at.block, p.channel_sums ? channels : nullptr,
-               p.head_sums ? heads : nullptr);
+               args.dt_bias, float(p.lower_bound), walk, at.block, partials_of(p, exec));
   store_cuda_sums(p, args, exec);
 }
 

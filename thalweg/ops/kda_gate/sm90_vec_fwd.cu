@@ -5,7 +5,8 @@
 // Takes    x and g of f32, bf16, f16, each its own; rows contiguous, at multiples of 16 bytes, K a multiple of 8 up to
 //          1024; other strides free; parameters of any float dtype and strides
 // Grid     x: heads; y: tiles of tokens, walked with a stride
-// Tile     256 threads as lanes of tokens x packs of 4 channels (8 where x and g have 16 bits); kTokens tokens a lane
+// Tile     256 threads as lanes of tokens x packs of 4 channels (8 where x and g have 16 bits); 32 channels' worth of
+//          tokens a thread, loaded at once
 // Smem     none
 // Regs     see Measured
 // Order    no sums
@@ -16,7 +17,8 @@
 namespace thalweg::kda_gate {
 namespace {
 
-constexpr int kTokens = 4;  // of a thread, loaded at once
+template <int N>
+constexpr int kTokens = 32 / N;  // of a thread, loaded at once
 
 // In turn, the array turning round: indices that are known keep it in registers.
 template <int N>
@@ -37,17 +39,21 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int N = cuda::kPackSize<X, G>;
   const int lane = int(threadIdx.x) / walk.packs, k = (int(threadIdx.x) - lane * walk.packs) * N;
   if (lane >= walk.lanes) return;
-  const int64_t hv = blockIdx.x, tile = int64_t(walk.lanes) * kCount;
-  const HeadGate gate = head_gate(A_log, hv, lower_bound);
-  float bias[N];
-  load_bias(dt_bias, hv, k, bias);
-  for (int64_t first = blockIdx.y * tile + lane; first < walk.tokens; first += gridDim.y * tile) {
-    cuda::Pack<X, N> in[kCount];
+  const int64_t hv = blockIdx.x, tile = int64_t(walk.lanes) * kCount, step = gridDim.y * tile;
+  int64_t first = blockIdx.y * tile + lane;
+  cuda::Pack<X, N> in[kCount];
+  auto load = [&] {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int64_t token = first + int64_t(i) * walk.lanes;
       if (token < walk.tokens) in[i] = cuda::load_pack<X, N>(row_at<const X>(x, walk, token, hv) + k);
     }
+  };
+  load();  // before the parameters are waited for
+  float bias[N];
+  load_bias(dt_bias, hv, k, bias);
+  const HeadGate gate = head_gate(A_log, hv, lower_bound);
+  for (; first < walk.tokens; first += step, load()) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int64_t token = first + int64_t(i) * walk.lanes;
@@ -58,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int j = 0; j < N; ++j) y[j] += bias[j];
       if (gate.usual) {
 #pragma unroll
-        for (int j = 0; j < N; ++j) y[j] = usual_gate<kSoftplus>(gate, y[j]);
+        for (int j = 0; j < N; ++j) y[j] = usual_gate<kSoftplus, kAccuracy<G>>(gate, y[j]);
       } else {
         unusual_gates(gate, y);
       }
@@ -69,11 +75,12 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class X, class G>
 void forward(const Problem& p, const thalweg_kda_gate_fwd_args& args, const Exec& exec) {
-  const Walk walk = walk_of(p, cuda::kPackSize<X, G>);
-  const int64_t tiles = cuda::ceil_div(walk.tokens, int64_t(walk.lanes) * kTokens);
+  constexpr int N = cuda::kPackSize<X, G>, kCount = kTokens<N>;
+  const Walk walk = walk_of(p, N);
+  const int64_t tiles = cuda::ceil_div(walk.tokens, int64_t(walk.lanes) * kCount);
   const cuda::Grid grid{p.HV, tiles < cuda::kMaxGridYZ ? tiles : cuda::kMaxGridYZ};
   cuda::launch(exec, "kda_gate sm90_vec_fwd",
-               p.lower_bound == 0 ? forward_kernel<X, G, true, kTokens> : forward_kernel<X, G, false, kTokens>, grid,
+               p.lower_bound == 0 ? forward_kernel<X, G, true, kCount> : forward_kernel<X, G, false, kCount>, grid,
                kThreads, 0, rows_of(args.x), rows_of(args.g), args.A_log, args.dt_bias, float(p.lower_bound), walk);
 }
 

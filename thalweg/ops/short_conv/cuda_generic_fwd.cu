@@ -11,10 +11,12 @@
 // Order    bias, then taps from the oldest input on; the same in both passes
 // Numerics float32, float64 where x or decode's pool is; states are copies
 // Traps    taps past W are skipped, not multiplied by 0: an input there may be infinite. Sequences with wrong borders
-//          get NaN, rows past the last border 0; a slot outside the pool is neither read nor written.
+//          get NaN, rows past the last border 0; with wrong slots NaN, and
+//          their states are left alone.
 // Measured the sm90 rows are the fast ones; see their headers
 #include <stddef.h>
 
+#include "thalweg/cuda/slots.cuh"
 #include "thalweg/ops/short_conv/cuda_final_state.cuh"
 
 namespace thalweg::short_conv {
@@ -52,37 +54,28 @@ __global__ void __launch_bounds__(kChannels)
 
 using Decode = thalweg_short_conv_decode_args;
 
-// A slot, -1 for none, or -2 and a report when it is outside the pool.
-__device__ int64_t slot_at(const Problem& p, int64_t slot, int32_t* report, int64_t field, int64_t position) {
-  if (slot >= -1 && slot < p.M) return slot;
-  cuda::report_fault(report, Fault::kSlot, field, position, slot);
-  return -2;
-}
-
 template <class A>
 __global__ void __launch_bounds__(kChannels)
-    decode_kernel(const Problem p, const Decode args, int64_t strips, int32_t* report) {
+    decode_kernel(const Problem p, const Decode args, int64_t strips, const cuda::SlotUse* uses, int32_t* report) {
   const int W = int(p.W);
+  const cuda::PoolSizes pool = {p.N, p.T, p.M};
   for (int64_t task = blockIdx.x; task < p.N * strips; task += gridDim.x) {
     const int64_t n = task / strips, d = (task - n * strips) * kChannels + threadIdx.x;
     if (d >= p.D) continue;
-    int64_t slot = n;
-    if (is_there(args.read_slots))
-      slot = slot_at(p, cuda::int_at(args.read_slots, n), report, offsetof(Decode, read_slots), n);
+    const int64_t from = cuda::read_slot(args, n);
+    const bool wrong = uses && cuda::slots_are_wrong(pool, args, uses, n, d == 0 ? report : nullptr);
+    const bool runs = from >= 0 && !wrong;
     Window<A> window(args.weight, args.bias, W, d);
-    for (int j = 0; j < W && slot >= 0; ++j) window.push(load_at<A>(args.state, state_at(args.state, slot, d, j)));
+    for (int j = 0; j < W && runs; ++j) window.push(load_at<A>(args.state, state_at(args.state, from, d, j)));
     for (int64_t t = 0; t < p.T; ++t) {
-      A y = slot == -1 ? A(0) : cuda::nan_of<A>();
-      if (slot >= 0) {
+      A y = wrong ? cuda::nan_of<A>() : A(0);
+      if (runs) {
         window.push(load_at<A>(args.x, n * args.x.stride[0] + t * args.x.stride[1] + d));
         y = window.convolve(W);
         if (p.silu) y = silu(y);
       }
       store_at(args.y, n * args.y.stride[0] + t * args.y.stride[1] + d, y);
-      if (slot < 0) continue;
-      int64_t to = t + 1 == p.T ? slot : -1;
-      if (is_there(args.write_slots))
-        to = slot_at(p, cuda::int_at(args.write_slots, n, t), report, offsetof(Decode, write_slots), n * p.T + t);
+      const int64_t to = runs ? cuda::write_slot(pool, args, n, t, from) : -1;
 #pragma unroll
       for (int j = 0; j < kMaxW; ++j)
         if (to >= 0 && j >= kMaxW - W) store_at(args.state, state_at(args.state, to, d, j - (kMaxW - W)), window.x[j]);
@@ -104,8 +97,10 @@ void cuda_generic_fwd(const Problem& p, const Plan&, const thalweg_short_conv_fw
 void cuda_generic_decode(const Problem& p, const Plan&, const thalweg_short_conv_decode_args& args, const Exec& exec) {
   const bool wide = p.dtype == THALWEG_F64 || p.state_f64;
   const int64_t strips = strips_of(p);
+  auto* uses = p.slots ? reinterpret_cast<cuda::SlotUse*>(exec.workspace) : nullptr;
+  if (uses) cuda::count_slot_uses(exec, {p.N, p.T, p.M}, args, uses);
   cuda::launch(exec, "short_conv cuda_generic_decode", wide ? decode_kernel<double> : decode_kernel<float>,
-               {cuda::capped_grid(p.N * strips)}, kChannels, 0, p, args, strips, exec.report);
+               {cuda::capped_grid(p.N * strips)}, kChannels, 0, p, args, strips, uses, exec.report);
 }
 
 }  // namespace thalweg::short_conv

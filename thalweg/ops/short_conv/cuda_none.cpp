@@ -11,5 +11,6 @@ void cuda_generic_decode(const Problem&, const Plan&, const thalweg_short_conv_d
 }
 void sm90_vec_fwd(const Problem&, const Plan&, const thalweg_short_conv_fwd_args&, const Exec&) { fail_no_cuda(); }
 void sm90_vec_bwd(const Problem&, const Plan&, const thalweg_short_conv_bwd_args&, const Exec&) { fail_no_cuda(); }
+void sm90_decode(const Problem&, const Plan&, const thalweg_short_conv_decode_args&, const Exec&) { fail_no_cuda(); }
 
 }  // namespace thalweg::short_conv

@@ -18,7 +18,8 @@ struct Problem {
   bool silu;
   bool sums;       // bwd: d_weight or d_bias is wanted
   bool state_f64;  // decode: the pool is f64
-  bool wide_rows;  // the rows of x, y and their gradients suit 16-byte loads (cuda/layout.h)
+  bool slots;      // decode: read_slots or write_slots are there
+  bool wide_rows;  // the rows of x, y and their gradients suit 16-byte loads (cuda/layout.h); decode: [D W] of a state
 };
 
 // Plan.values of the rows of this operator.
@@ -121,6 +122,8 @@ void cuda_generic_decode(const Problem&, const Plan&, const thalweg_short_conv_d
 // sm90_vec_fwd.cu, sm90_vec_bwd.cu: wide rows, W 2 to 4.
 void sm90_vec_fwd(const Problem&, const Plan&, const thalweg_short_conv_fwd_args&, const Exec&);
 void sm90_vec_bwd(const Problem&, const Plan&, const thalweg_short_conv_bwd_args&, const Exec&);
+// sm90_decode.cu: W = 4, wide states.
+void sm90_decode(const Problem&, const Plan&, const thalweg_short_conv_decode_args&, const Exec&);
 
 }  // namespace thalweg::short_conv
 #endif

@@ -7,6 +7,7 @@
 
 #include "thalweg/core/kernel.h"
 #include "thalweg/cuda/layout.h"
+#include "thalweg/cuda/slot_uses.h"
 #include "thalweg/ops/short_conv/problem.h"
 
 namespace thalweg {
@@ -130,6 +131,11 @@ Problem check_decode(const Decode& args, const Sizes& sizes, Binding binding) {
   p.B = p.N = sizes["N"];
   p.M = sizes["M"];
   p.state_f64 = args.state.dtype == THALWEG_F64;
+  p.slots = present(args.read_slots) || present(args.write_slots);
+  const int64_t* stride = args.state.stride;
+  const int64_t bytes = int64_t(thalweg_dtype_bytes(args.state.dtype));
+  p.wide_rows = stride[2] == 1 && (p.D <= 1 || stride[1] == p.W) && (p.M <= 1 || stride[0] * bytes % 16 == 0) &&
+                reinterpret_cast<uintptr_t>(args.state.data) % 16 == 0;
   check_slots(kPasses[2], p.N, p.T, p.M, args.read_slots, args.write_slots, binding);
   return p;
 }
@@ -200,6 +206,11 @@ bool plan_cuda(const Problem& p, const Device&, Plan* plan, std::string*) {
   return true;
 }
 
+bool plan_cuda_decode(const Problem& p, const Device&, Plan* plan, std::string*) {
+  plan->shared_bytes = p.slots ? cuda::slot_uses_bytes(p.M) : 0;
+  return true;
+}
+
 bool takes_sm90(const Problem& p, std::string* why) {
   const bool wide = p.wide_rows && p.W >= 2 && p.W <= 4;
   if (!wide && why) *why = "needs rows at multiples of 16 bytes, D a multiple of 8, W from 2 to 4, got others";
@@ -218,6 +229,12 @@ bool plan_sm90_bwd(const Problem& p, const Device& device, Plan* plan, std::stri
   return takes_sm90(p, why) && plan_cuda(p, device, plan, why);
 }
 
+bool plan_sm90_decode(const Problem& p, const Device& device, Plan* plan, std::string* why) {
+  const bool wide = p.wide_rows && p.W == 4 && p.D % 2 == 0;
+  if (!wide && why) *why = "needs contiguous [D W] of each state at multiples of 16 bytes, W 4, D even, got others";
+  return wide && takes_vec(p, why) && plan_cuda_decode(p, device, plan, why);
+}
+
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
     {"sm90_vec_fwd", THALWEG_CUDA, Isa::kPortable, plan_sm90_fwd, sm90_vec_fwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda, cuda_generic_fwd},
@@ -233,7 +250,8 @@ constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_bwd, cpu_generic_bwd},
 };
 constexpr Kernel<Problem, Decode> kDecodeKernels[] = {
-    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda, cuda_generic_decode},
+    {"sm90_decode", THALWEG_CUDA, Isa::kPortable, plan_sm90_decode, sm90_decode},
+    {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_decode, cuda_generic_decode},
     {"cpu_vec_decode_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_decode, avx512::cpu_vec_decode},
     {"cpu_vec_decode_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_decode, avx2::cpu_vec_decode},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_decode},

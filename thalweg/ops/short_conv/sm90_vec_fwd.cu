@@ -5,7 +5,7 @@
 // Takes    x of f32, bf16, f16, rows at multiples of 16 bytes, D a multiple of 8, W 2 to 4; packed or not; states and
 //          parameters of any dtype and strides
 // Grid     blocks of (runs of tokens, strip of at most 128 channels); final_state of short sequences on its own
-// Tile     256 threads as lanes x packs of 2 channels; a lane walks over its run of tokens, kAhead at a time
+// Tile     256 threads as lanes x packs of 2 channels; a lane walks over its run of tokens, kTokens at a time
 // Smem     none
 // Regs     see Measured
 // Order    bias, then taps from the oldest input on
@@ -22,7 +22,8 @@ namespace {
 
 using Fwd = thalweg_short_conv_fwd_args;
 
-constexpr int kAhead = 8;  // tokens loaded at once
+template <class E>
+constexpr int kTokens = 16 / sizeof(E);  // loaded at once
 
 template <int W>
 __device__ void store_final_state(const thalweg_tensor& state, const Inputs<W>& inputs, int64_t n, int64_t d) {
@@ -36,6 +37,7 @@ __device__ void store_final_state(const thalweg_tensor& state, const Inputs<W>& 
 template <class E, int W>
 __device__ __forceinline__ void forward_piece(const Problem& p, const Fwd& args, const Taps<W>& taps, const Sequence& s,
                                               int64_t first, int64_t last, int64_t d) {
+  constexpr int kAhead = kTokens<E>;
   Inputs<W> inputs;
   inputs.template start<E>(p, args.x, args.initial_state, s, first, d);
   const E* x = static_cast<const E*>(args.x.data) + token_at(args.x, p.T, first) + d;
@@ -66,7 +68,7 @@ __device__ __forceinline__ void forward_piece(const Problem& p, const Fwd& args,
 }
 
 template <class E, int W>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 3)
     forward_kernel(const Problem p, const Fwd args, const Cut cut, const int64_t run, const cuda::Span* spans) {
   const int pack = int(threadIdx.x) % cut.packs, lane = int(threadIdx.x) / cut.packs;
   const int64_t tokens = p.B * p.T, runs = (tokens + run - 1) / run;
