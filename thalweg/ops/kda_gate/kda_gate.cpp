@@ -70,6 +70,23 @@ constexpr thalweg_pass kPasses[] = {
 
 bool has_rows(const thalweg_tensor& t) { return !present(t) || t.shape[4] <= 1 || t.stride[4] == 1; }
 
+// Whether the axes first to last are one at one stride; axes of size 1 are none.
+bool are_one_axis(const thalweg_tensor& t, int first, int last) {
+  int64_t size = 1, stride = 0;
+  for (int axis = last; axis >= first; --axis) {
+    if (t.shape[axis] <= 1) continue;
+    if (size > 1 && t.stride[axis] != stride * size) return false;
+    if (size == 1) stride = t.stride[axis];
+    size *= t.shape[axis];
+  }
+  return true;
+}
+
+Planes planes_of(const thalweg_tensor& x, const thalweg_tensor& g) {
+  auto both = [&](int first, int last) { return are_one_axis(x, first, last) && are_one_axis(g, first, last); };
+  return both(0, 2) ? kOnePlane : both(1, 2) ? kBAxisApart : both(0, 1) ? kLAxisApart : kNoPlanes;
+}
+
 template <class Args>
 Problem check_both(const thalweg_pass& pass, const Args& args, const Sizes& sizes) {
   Problem p{};
@@ -87,6 +104,7 @@ Problem check_fwd(const Fwd& args, const Sizes& sizes, Binding) {
   p.g_dtype = args.g.dtype;
   p.rows = has_rows(args.x) && has_rows(args.g);
   p.wide_rows = cuda::has_wide_rows(args.x) && cuda::has_wide_rows(args.g);
+  p.planes = planes_of(args.x, args.g);
   return p;
 }
 
@@ -161,16 +179,21 @@ bool plan_cuda_bwd(const Problem& p, const Device&, Plan* plan, std::string*) {
 }
 
 bool takes_sm90(const Problem& p, const char* g, std::string* why) {
-  const bool wide = p.wide_rows && p.K >= 8 && p.K <= kSm90MostChannels && p.HV <= INT32_MAX && num_tokens(p) <= INT32_MAX;
+  const bool wide = p.wide_rows && p.K >= 8 && p.K <= kSm90MostChannels && p.HV <= INT32_MAX && num_tokens(p) <= (int64_t(1) << 30);
   if (wide && p.dtype != THALWEG_F64 && p.g_dtype != THALWEG_F64) return true;
   if (why && !wide)
-    *why = "needs contiguous rows at multiples of 16 bytes, K a multiple of 8 from 8 to 1024, fewer than 2^31 tokens, "
+    *why = "needs contiguous rows at multiples of 16 bytes, K a multiple of 8 from 8 to 1024, at most 2^30 tokens, "
            "got others";
   if (why && wide) *why = std::string("needs ") + (p.dtype == THALWEG_F64 ? "x" : g) + " of f32, bf16 or f16, got f64";
   return false;
 }
 
-bool plan_sm90_fwd(const Problem& p, const Device&, Plan*, std::string* why) { return takes_sm90(p, "g", why); }
+bool plan_sm90_fwd(const Problem& p, const Device&, Plan*, std::string* why) {
+  const bool planes = p.planes == kOnePlane || (p.planes == kBAxisApart && p.B <= 65535) ||
+                      (p.planes == kLAxisApart && p.L <= 65535);
+  if (!planes && why) *why = "needs B, T, L at one stride, but for B or L of at most 65535, got others";
+  return planes && takes_sm90(p, "g", why);
+}
 
 bool plan_sm90_bwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
   return takes_sm90(p, "d_g", why) && plan_cuda_bwd(p, device, plan, why);

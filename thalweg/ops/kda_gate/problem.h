@@ -7,6 +7,9 @@
 
 namespace thalweg::kda_gate {
 
+// How B, T and L of every tensor are one axis of tokens at one stride: all three, all but B, all but L, or not at all.
+enum Planes { kNoPlanes = 0, kOnePlane = 1, kBAxisApart = 2, kLAxisApart = 3 };
+
 struct Problem {
   int64_t B, T, L, HV, K;
   double lower_bound;     // 0: the softplus form
@@ -14,6 +17,7 @@ struct Problem {
   thalweg_dtype g_dtype;  // of g, d_g
   bool rows;              // every tensor of x's shape has K contiguous
   bool wide_rows;         // and its rows suit 16-byte loads (cuda/layout.h)
+  Planes planes;
   bool head_sums;         // bwd: d_A_log is wanted
   bool channel_sums;      // bwd: d_dt_bias is wanted
 };

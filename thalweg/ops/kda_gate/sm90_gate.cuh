@@ -47,18 +47,19 @@ __device__ inline float exponent_of(float A_log) {
   return fmaf(p, z, 1.f) * __int_as_float((int(n) + 127) << 23);
 }
 
-__device__ inline HeadGate head_gate(const thalweg_tensor& A_logs, int64_t hv, float lower_bound) {
+template <bool kSoftplus>
+__device__ __forceinline__ HeadGate head_gate(const thalweg_tensor& A_logs, int64_t hv, float lower_bound) {
   const float A_log = cuda::is_there(A_logs) ? cuda::load_at<float>(A_logs, hv * A_logs.stride[0]) : 0.f;
   HeadGate gate{A_log, lower_bound, 1.f, 1.f, kLog2E, !(fabsf(A_log) > kUsualA_log)};
   if (gate.usual) {
     gate.rate = expf(A_log);
-    if (lower_bound != 0.f) gate.exponent = exponent_of(A_log);
+    if constexpr (!kSoftplus) gate.exponent = exponent_of(A_log);
     return gate;
   }
   // Past 176 every y that is not 0 saturates, and every softplus above 1e-38 overflows.
   const float bounded = fminf(176.f, fmaxf(-176.f, A_log));
   gate.rate = expf(0.5f * bounded);
-  if (lower_bound == 0.f) return gate;
+  if constexpr (kSoftplus) return gate;
   const float high = bounded * kLog2E;  // as two floats: an exponent near 254 has a coarse last place
   const float low = fmaf(bounded, kLog2E, -high) + bounded * 1.92596299e-8f;
   const float half = floorf(0.5f * high);
@@ -150,8 +151,10 @@ __device__ inline Factors unusual_bounded(const HeadGate& gate, float y) {
   return {y < 0.f ? t * r : r, slope * gate.rate, gate.rate, t == 0.f ? 0.f : slope * copysignf(z, y), 1.f};
 }
 
-__device__ inline Factors unusual_gate(const HeadGate& gate, float y) {
-  return gate.lower_bound == 0.f ? unusual_softplus(gate, y) : unusual_bounded(gate, y);
+template <bool kSoftplus>
+__device__ __forceinline__ Factors unusual_gate(const HeadGate& gate, float y) {
+  if constexpr (kSoftplus) return unusual_softplus(gate, y);
+  return unusual_bounded(gate, y);
 }
 
 }  // namespace

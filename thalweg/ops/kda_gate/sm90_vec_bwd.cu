@@ -39,10 +39,11 @@ __device__ __forceinline__ void usual_backward(const HeadGate& gate, const float
 }
 
 // The same, in turn, the arrays turning round: indices that are known keep them in registers.
+template <bool kSoftplus>
 __device__ void unusual_backward(const HeadGate& gate, float (&y)[N], float (&d)[N], Terms& terms) {
 #pragma unroll 1
   for (int i = 0; i < N; ++i) {
-    const Factors f = unusual_gate(gate, y[0]);
+    const Factors f = unusual_gate<kSoftplus>(gate, y[0]);
     const float d_y = d[0] == 0.f ? 0.f : d[0] * f.y * f.y_factor, channel = terms.channels[0] + d_y;
     terms.head += d[0] == 0.f ? 0.f : d[0] * f.A_log * f.A_log_factor;
 #pragma unroll
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
   load();  // before the parameters are waited for
   float bias[N];
   load_bias(dt_bias, hv, lane < walk.lanes ? k : 0, bias);
-  const HeadGate gate = head_gate(A_log, hv, lower_bound);
+  const HeadGate gate = head_gate<kSoftplus>(A_log, hv, lower_bound);
   Terms terms = {};
   for (; first < end; first += walk.lanes * kCount, load()) {
 #pragma unroll
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
       if (gate.usual)
         usual_backward<kSoftplus>(gate, y, d, terms);
       else
-        unusual_backward(gate, y, d, terms);
+        unusual_backward<kSoftplus>(gate, y, d, terms);
       if (d_x.data) cuda::store_pack(row_at<X>(d_x, walk, token, hv) + k, cuda::narrow<X>(d));
     }
   }
