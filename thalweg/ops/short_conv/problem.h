@@ -122,6 +122,8 @@ void cuda_generic_decode(const Problem&, const Plan&, const thalweg_short_conv_d
 // sm90_vec_fwd.cu, sm90_vec_bwd.cu: wide rows, W 2 to 4.
 void sm90_vec_fwd(const Problem&, const Plan&, const thalweg_short_conv_fwd_args&, const Exec&);
 void sm90_vec_bwd(const Problem&, const Plan&, const thalweg_short_conv_bwd_args&, const Exec&);
+// Blocks of the forward that a multiprocessor holds; channels and runs of tokens of one, where D is not small.
+constexpr int64_t kSm90FwdBlocks = 3, kSm90FwdChannels = 128, kSm90FwdLanes = 4;
 // sm90_decode.cu: W = 4, wide states.
 void sm90_decode(const Problem&, const Plan&, const thalweg_short_conv_decode_args&, const Exec&);
 

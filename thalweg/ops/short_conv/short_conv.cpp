@@ -219,9 +219,14 @@ bool takes_sm90(const Problem& p, std::string* why) {
 
 bool plan_sm90_fwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
   if (!takes_sm90(p, why)) return false;
-  // Runs of tokens: long ones read few tokens twice, many fill the device, a thread each 2 channels.
-  const int64_t threads = std::max<int64_t>(1, device.num_sms) * 1024;
-  plan->values[kBlock] = std::clamp<int64_t>(p.B * p.T * p.D / 2 / threads / 8 * 8, 8, 64);
+  // Runs of tokens as short as fill whole waves of blocks, 64 tokens at most: long ones read few tokens twice.
+  const int64_t blocks = kSm90FwdBlocks * std::max<int64_t>(1, device.num_sms);
+  const int64_t strips = std::max<int64_t>(1, ceil_div(p.D, kSm90FwdChannels));
+  for (int64_t wave = 1, run = 128; run > 64; ++wave) {
+    const int64_t tiles = std::max<int64_t>(1, wave * blocks / strips);
+    run = ceil_div(ceil_div(p.B * p.T, tiles * kSm90FwdLanes), 4) * 4;
+    plan->values[kBlock] = std::max<int64_t>(8, run);
+  }
   return plan_cuda(p, device, plan, why);
 }
 
