@@ -1,7 +1,7 @@
 // sm90_chunk_bwd - gated delta rule, backward, chunks of 64 tokens on Hopper's tensor cores.
 //
-// Math      per chunk and value head, S the state that enters it, dS the gradient of the state that leaves it, G sums of
-//           g in log2, D_ij = 2^(G_i - G_j), E_i = 2^G_i, n the last token, matrices of whole chunks in capitals:
+// Math      per chunk and value head, S the state that enters it, dS the gradient of the state that leaves it, G sums
+//           of g in log2, D_ij = 2^(G_i - G_j), E_i = 2^G_i, n the last token, matrices of whole chunks in capitals:
 //             prep      M = tril(D K K^T, -1)   X = -M (I + diag(beta) M)^-1   P = tril(scale D Q K^T)
 //             scans     R = (I + X diag(beta)) (V - E K S)              S  <- E_n S + K^T (D_n beta R)
 //                       Y = (I + X^T diag(beta)) (P^T dO + D_n K dS)    dV = beta Y
@@ -18,26 +18,28 @@
 // Grid      prep: a block a chunk and key head. Scans: one grid for both directions, a block a sequence, value head and
 //           64 columns of V. Gradients: a block an SM, which walks over chunks and key heads.
 // Tile      64 tokens x 64 columns of V x K; see the three .cuh
-// Smem      K = 128: prep 57 KiB, scans 204 KiB, gradients 205 KiB
-// Regs      K = 128: prep 164, scans 255 and gradients 255 of 256 threads
-// Workspace per chunk and value head, 16 bits: S, dS [V][K], r, y [V][64], X, P [64][64] as the kernels' shared memory
-//           has them (one bulk copy each), and four rows of float32 scalars: 113 KiB at K = V = 128
+// Smem      K = 128: prep 51 KiB, scans 204 KiB, gradients 206 KiB
+// Regs      K = 128: prep 125 of 128 threads, scans 240 and gradients 255 of 256
+// Workspace per chunk and value head, 16 bits: S, dS [V][K], r [V][64], y [64][V], X, P [64][64] as the kernels' shared
+//           memory has them (one bulk copy each), and four rows of float32 scalars: 113 KiB at K = V = 128
 // Order     value heads of a key head one after another, sums over the chip's halves in a fixed order, no atomics: bits
 //           depend on the problem alone
-// Numerics  operands 16-bit, sums and states float32, the inverse float32 with tf32x3 products; exponents are differences
-//           of sums of gates, each at least 2^-150, and never positive (g <= 0); masks by selection. d_g adds up only
-//           products that token t's decay is a factor of. bf16, random data: d_q, d_k, d_v 2.3e-3 .. 3.9e-3 RMS, d_g,
-//           d_beta 1.1e-3 .. 4.2e-3, d_initial_state 2.5e-3; f16 3e-4 .. 4e-4, d_g 2e-3. Keys of cosine 0.99 with beta to 2
-//           and no decay: d_q, d_v 1.3e-2.
+// Numerics  operands 16-bit, sums and states float32, the inverse float32 with tf32x3 products; exponents are
+//           differences of sums of gates, each at least 2^-150, and never positive (g <= 0); masks by selection. d_g
+//           adds up only products that token t's decay is a factor of. bf16, random data: d_q, d_k, d_v 2.3e-3 ..
+//           3.9e-3 RMS, d_g, d_beta 1.1e-3 .. 4.2e-3, d_initial_state 2.5e-3; f16 3e-4 .. 4e-4, d_g 2e-3. Keys of
+//           cosine 0.99 with beta to 2 and no decay: d_q, d_v 1.3e-2.
 // Traps     - Rows past the end of a sequence are zero in every tile, and beta and g there, so no product sees another
 //             sequence's rows.
 //           - wgmma reads what cp.async wrote only after a fence.proxy.async of the thread that copied.
 //           - Shared memory is cast from an aligned array: a base rounded up by hand makes every access generic.
-// Measured  see below
+// Measured  H200, bf16, K = V = 128, initial_state and d_final_state, graph replay, microseconds: 1x8192 H16 HV32 767
+//           to 777 (prep 87, scans 265, gradients 414), where its products alone take 141 at the device's rate; packed
+//           4x2048 795; 1x32768 2889; 1x8192 H2 HV8 384; B2 T2048 H4 HV8 K = V = 64 112
+#include "thalweg/ops/gated_delta_rule/problem.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_grad.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_prep.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_scan.cuh"
-#include "thalweg/ops/gated_delta_rule/problem.h"
 
 namespace thalweg::gated_delta_rule {
 namespace {
@@ -68,10 +70,9 @@ void launch_all(const Call& call, const Exec& exec, int64_t num_sms) {
   const int64_t per_key = call.at.chunks * call.H, chains = call.N * call.HV * call.VS;
   const int64_t blocks = per_key < num_sms ? per_key : num_sms;
   cuda::launch(exec, "sm90_chunk_bwd prep", prep_kernel<T, K>, {per_key}, kPrepThreads, sizeof(PrepSmem<K>), call);
-  cuda::launch(exec, "sm90_chunk_bwd scan", scan_kernel<T, K>, {2 * chains}, kScanThreads, sizeof(ScanSmem<K>),
+  cuda::launch(exec, "sm90_chunk_bwd scan", scan_kernel<T, K>, {2 * chains}, kScanThreads, sizeof(ScanSmem<K>), call);
+  cuda::launch(exec, "sm90_chunk_bwd gradients", gradient_kernel<T, K>, {blocks}, kGradThreads, sizeof(GradSmem<K>),
                call);
-  cuda::launch(exec, "sm90_chunk_bwd gradients", gradient_kernel<T, K>, {blocks}, kGradThreads,
-               sizeof(GradSmem<K>), call);
   if (call.spans)
     cuda::launch(exec, "sm90_chunk_bwd tail", zero_tail_kernel<T>, {264}, 256, 0, call, int64_t(K), 64 * call.VS);
 }
@@ -89,8 +90,8 @@ bool rows_aligned(const Args& a) {
 }  // namespace
 
 void sm90_chunk_bwd(const Problem& p, const Plan& plan, const Args& args, const Exec& exec) {
-  Call call{args, chunk_bwd_layout(p), exec.workspace, nullptr, p.B, p.T, p.H, p.HV, p.N, p.V / 64,
-            float(p.scale), rows_aligned(args)};
+  Call call{args,     chunk_bwd_layout(p), exec.workspace,    nullptr, p.B, p.T, p.H, p.HV, p.N,
+            p.V / 64, float(p.scale),      rows_aligned(args)};
   if (p.packed) {
     auto* spans = reinterpret_cast<cuda::Span*>(exec.workspace + call.at.spans);
     cuda::check_borders(exec, args.cu_seqlens, p.N, p.T, spans, offsetof(Args, cu_seqlens));

@@ -15,23 +15,23 @@ using cuda::pack;
 using cuda::unpack;
 using Args = thalweg_gated_delta_rule_bwd_args;
 
-constexpr int kC = 64;                 // tokens of a chunk
-constexpr int kTile = 64 * 128;        // bytes of a tile: 64 rows of 64 16-bit elements
-constexpr float kLeastGate = -150.f;   // log2: 2^-150 is 0, so nothing is lost and no sum is infinite
-enum Scalar { kG, kE, kDn, kBeta };    // rows of a chunk's scalars [4][64]
+constexpr int kC = 64;                // tokens of a chunk
+constexpr int kTile = 64 * 128;       // bytes of a tile: 64 rows of 64 16-bit elements
+constexpr float kLeastGate = -150.f;  // log2: 2^-150 is 0, so nothing is lost and no sum is infinite
+enum Scalar { kG, kE, kDn, kBeta };   // rows of a chunk's scalars [4][64]
 
 // One call, as its kernels see it.
 struct Call {
   Args args;
   ChunkBwdLayout at;
   char* workspace;
-  const cuda::Span* spans;  // packed
+  const cuda::Span* spans;     // packed
   int64_t B, T, H, HV, N, VS;  // VS: slices of 64 columns of V
   float scale;
   bool aligned;  // every row of q, k, v, d_o and their gradients starts at 16 bytes
 
   __device__ char* state(int64_t part, int64_t chunk, int64_t hv, int64_t slice) const {
-    return workspace + part + (chunk * HV + hv) * at.state + slice * (at.state / VS);
+    return workspace + part + (chunk * HV + hv) * at.state + slice * at.slice;
   }
   __device__ char* rows(int64_t part, int64_t chunk, int64_t hv, int64_t slice) const {
     return workspace + part + (chunk * HV + hv) * at.rows + slice * kTile;
@@ -76,8 +76,10 @@ __device__ inline Chunk chunk_at(const Call& call, int64_t place) {
   int64_t low = 0, high = call.N;  // the last sequence whose places begin at or before this one
   while (high - low > 1) {
     const int64_t mid = (low + high) / 2;
-    if (first_chunk(call.spans, mid) <= place) low = mid;
-    else high = mid;
+    if (first_chunk(call.spans, mid) <= place)
+      low = mid;
+    else
+      high = mid;
   }
   const Sequence s = sequence_at(call, low);
   return chunk_of(s, place - s.first_chunk);
@@ -118,8 +120,10 @@ __device__ void copy_piece(T* to, const T* from) {
 }
 template <class T>
 __device__ void store_piece(T* to, const char* from, bool aligned) {
-  if (aligned) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-  else copy_piece(to, reinterpret_cast<const T*>(from));
+  if (aligned)
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+  else
+    copy_piece(to, reinterpret_cast<const T*>(from));
 }
 
 // Rows [0, 64) of `width` elements into tiles at `to`, zero from row `count` on; `threads` threads share the work. A
@@ -143,8 +147,10 @@ __device__ void copy_rows(char* to, const T* from, int64_t stride, int count, in
   }
   for (int i = first; i < kC; i += kStep, row += kStep * stride) {
     T* out = reinterpret_cast<T*>(to + piece_at(i, piece));
-    if (i < count) copy_piece(out, row);
-    else *reinterpret_cast<uint4*>(out) = {0, 0, 0, 0};
+    if (i < count)
+      copy_piece(out, row);
+    else
+      *reinterpret_cast<uint4*>(out) = {0, 0, 0, 0};
   }
 }
 

@@ -19,8 +19,8 @@ constexpr int kGradThreads = 256;
 template <int K>
 struct GradBuffer {
   char S[K / 64 * kTile], dS[K / 64 * kTile];  // [v][K]
-  char r[kTile], y[kTile];                     // [v][token]
-  char d_o[kTile];                             // [token][v]
+  char r[kTile];                               // [v][token]
+  char y[kTile], d_o[kTile];                   // [token][v]
   float scalars[4][kC];
 };
 // Sums of a value head over parts of K (first index: half) on their way to d_g and d_beta.
@@ -52,7 +52,8 @@ struct alignas(1024) GradSmem {
     } out;
   };
   HeadSums sums[2];
-  GradItem item[3];  // before, now, next
+  GradItem item[4];  // by number: a slow warp may still read the one before
+  int64_t index;     // of the next
   uint64_t landed[2];
 };
 
@@ -62,32 +63,42 @@ struct Gradients {
   GradSmem<K>& s;
   const int group, slices;
   int thread, warp, lane, g, c, half, rows;  // rows: the warp's first token / 16
-  const bool has_d_q, has_d_k;
-  const int first_column;  // of K, in blocks of 64
-  Lanes lanes;
-  uint32_t own;  // byte of (16 rows + g, 2c) in a tile
+  bool has_d_q, has_d_k;
+  int first_column;  // of K, in blocks of 64
+  Lanes lanes{0};
+  uint32_t own;            // byte of (16 rows + g, 2c) in a tile
   float d_q[32], d_k[32];  // 4n + e: row g (+8), column 8n + 2c (+1) of 64 columns of K
-  float head_pairs[32];    // d_o.r or y.r of this head
+  // Of this value head, summed over slices of V: r dS^T; d_o S^T and y S^T, the second half the other way round; d_o.r
+  // or, in the second half, y.r.
+  float by_r[32], by_mine[32], by_other[32], head_pairs[32];
   float a[2], b[2], S_dS;
 
   __device__ Gradients(const Call& call, GradSmem<K>& s)
-      : call(call), s(s), group(int(call.HV / call.H)), slices(int(call.VS)), thread(threadIdx.x), warp(thread / 32),
-        lane(thread % 32), g(lane >> 2), c(lane & 3), half(warp >> 2), rows(warp & 3), has_d_q(K == 128 || half == 0),
-        has_d_k(K == 128 || half == 1), first_column(K == 128 ? half : 0), lanes(lane),
-        own(uint32_t((16 * rows + g) * 128 + (g << 4) + 4 * c)) {}
+      : call(call), s(s), group(int(call.HV / call.H)), slices(int(call.VS)) {
+    take_place();
+  }
+  // Computed anew at every turn: kept from step to step, these and the addresses that follow from them would crowd the
+  // sums out of the registers.
+  __device__ void take_place() {
+    thread = int(cuda::opaque(threadIdx.x));
+    warp = thread / 32, lane = thread % 32, g = lane >> 2, c = lane & 3, half = warp >> 2, rows = warp & 3;
+    has_d_q = K == 128 || half == 0, has_d_k = K == 128 || half == 1, first_column = K == 128 ? half : 0;
+    lanes = Lanes(lane);
+    own = uint32_t((16 * rows + g) * 128 + (g << 4) + 4 * c);
+  }
 
   __device__ static uint32_t at(const void* p) { return cuda::smem_address(p); }
 
   // ---- Fetching ----
 
   // The first item from index i on, in steps of the grid, that has tokens.
-  __device__ void find_item(int64_t i, GradItem& to, int64_t& index) const {
+  __device__ void find_item(int64_t i, GradItem& to) const {
     const int64_t items = call.at.chunks * call.H;
     for (; i < items; i += gridDim.x) {
       const Chunk chunk = chunk_at(call, i / call.H);
       if (chunk.count == 0) continue;
       to = {chunk, int(i / call.H), int(i % call.H)};
-      index = i;
+      s.index = i;
       return;
     }
     to.place = -1;
@@ -103,14 +114,15 @@ struct Gradients {
   __device__ void fetch(const GradItem& item, int step, int fill) {
     const int hv = item.h * group + step / slices, slice = step % slices;
     GradBuffer<K>& to = s.buffer[fill & 1];
-    if (thread == 0) {
+    if (lane == 0) {  // warps ask for a part each
       const uint32_t landed = at(&s.landed[fill & 1]);
-      cuda::arrive_expecting(landed, 2 * (K / 64 * kTile) + 2 * kTile + kScalarBytes);
-      cuda::bulk_load(at(to.S), call.state(call.at.S, item.place, hv, slice), K / 64 * kTile, landed);
-      cuda::bulk_load(at(to.dS), call.state(call.at.dS, item.place, hv, slice), K / 64 * kTile, landed);
-      cuda::bulk_load(at(to.r), call.rows(call.at.r, item.place, hv, slice), kTile, landed);
-      cuda::bulk_load(at(to.y), call.rows(call.at.y, item.place, hv, slice), kTile, landed);
-      cuda::bulk_load(at(to.scalars), call.scalars(item.place, hv), kScalarBytes, landed);
+      constexpr uint32_t kState = K / 64 * kTile;
+      if (warp == 0) cuda::arrive_expecting(landed, 2 * kState + 2 * kTile + kScalarBytes);
+      if (warp == 1) cuda::bulk_load(at(to.S), call.state(call.at.S, item.place, hv, slice), kState, landed);
+      if (warp == 2) cuda::bulk_load(at(to.dS), call.state(call.at.dS, item.place, hv, slice), kState, landed);
+      if (warp == 3) cuda::bulk_load(at(to.r), call.rows(call.at.r, item.place, hv, slice), kTile, landed);
+      if (warp == 4) cuda::bulk_load(at(to.y), call.rows(call.at.y, item.place, hv, slice), kTile, landed);
+      if (warp == 5) cuda::bulk_load(at(to.scalars), call.scalars(item.place, hv), kScalarBytes, landed);
     }
     const thalweg_tensor& d_o = call.args.d_o;
     const bool there = cuda::is_there(d_o);
@@ -118,12 +130,6 @@ struct Gradients {
                           : reinterpret_cast<const T*>(call.workspace);
     copy_rows<T, 64, kGradThreads>(to.d_o, from, there ? d_o.stride[1] : 0, there ? item.chunk.count : 0, thread,
                                    call.aligned);
-  }
-
-  // Addresses are computed anew: kept from step to step they would crowd the sums out of the registers.
-  __device__ void forget_addresses() {
-    lanes.down = cuda::opaque(lanes.down), lanes.across = cuda::opaque(lanes.across), own = cuda::opaque(own);
-    thread = int(cuda::opaque(uint32_t(thread)));
   }
 
   // ---- Products ----
@@ -154,12 +160,21 @@ struct Gradients {
   // Where C tile n of this warp's tokens is kept: warps with more earlier tokens have more of them.
   __device__ int pair_tile(int n) const { return half * 20 + rows * (rows + 1) + n; }
 
-  // x (+)= rows b for b [64 inner][64 columns], this warpgroup's.
-  __device__ static void times(float (&x)[32], const uint32_t (&rows)[4][4], uint32_t tile, bool accumulate) {
+  // x (+)= a b for b [64 inner][64 columns]; a in registers, or a tile [64 tokens][64 inner], or [inner][token] with
+  // kMajorM.
+  __device__ static void times(float (&x)[32], const uint32_t (&rows)[4][4], uint32_t tile) {
     const uint64_t b = cuda::sm90::descriptor(tile);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      cuda::sm90::wgmma_rs_n64<T, 1>(x, rows[step], cuda::sm90::advanced(b, step * 2048), accumulate || step > 0);
+      cuda::sm90::wgmma_rs_n64<T, 1>(x, rows[step], cuda::sm90::advanced(b, step * 2048), true);
+  }
+  template <int kMajorM>
+  __device__ static void times(float (&x)[32], uint32_t rows, uint32_t tile, bool accumulate) {
+    const uint64_t a = cuda::sm90::descriptor(rows), b = cuda::sm90::descriptor(tile);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      cuda::sm90::wgmma_ss_n64<T, kMajorM, 1>(x, cuda::sm90::advanced(a, step * (kMajorM ? 2048 : 32)),
+                                              cuda::sm90::advanced(b, step * 2048), accumulate || step > 0);
   }
 
   // This lane's pair of elements in C tile n of 16-bit tiles, row 16 rows + g + 8e.
@@ -199,104 +214,77 @@ struct Gradients {
     if (g == 2 * c + 1) S_dS += x[0][1] + x[1][3];
   }
 
-  // One slice of V: d_o S^T to d_q, y S^T and r dS^T to d_k; d_o.r or y.r. Which half has which stays out of the
-  // products' control flow, where ptxas would serialise them: `mine` is d_o in the first half and y in the second. With
-  // K = 64 a half computes more than it uses.
-  __device__ void slice(const GradBuffer<K>& in, bool is_first) {
-    forget_addresses();
-    uint32_t r[4][4], mine[4][4], other[4][4];
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      cuda::load_matrices_transposed(r[step], tile_at(lanes.across, at(in.r), 16 * step, rows));
-      const uint32_t y = tile_at(lanes.across, at(in.y), 16 * step, rows);
-      const uint32_t d_o = tile_at(lanes.down, at(in.d_o), 16 * rows, step);
-      if (half) cuda::load_matrices_transposed(mine[step], y), cuda::load_matrices(other[step], d_o);
-      else cuda::load_matrices(mine[step], d_o), cuda::load_matrices_transposed(other[step], y);
-    }
+  // One slice of V. Which half has which stays out of the products' control flow, where ptxas would serialise them.
+  // With K = 64 a half computes more than it uses.
+  template <bool is_first, class Meanwhile>
+  __device__ void slice(const GradBuffer<K>& in, const Meanwhile& meanwhile) {
     const uint32_t S = at(in.S) + first_column * kTile, dS = at(in.dS) + first_column * kTile;
-    float x[32], z[32];
+    const uint32_t mine = half ? at(in.y) : at(in.d_o), other = half ? at(in.d_o) : at(in.y), r = at(in.r);
     cuda::sm90::wgmma_fence();
-    times(x, r, dS, false);
+    times<1>(by_r, r, dS, !is_first);
+    times<0>(by_mine, mine, S, !is_first);
+    if constexpr (K == 128) times<0>(by_other, other, S, !is_first);
+    times<0>(head_pairs, mine, r, !is_first);
     cuda::sm90::wgmma_commit();
-    times(z, mine, S, false);
-    cuda::sm90::wgmma_commit();
-    times(head_pairs, mine, at(in.r), !is_first);
-    cuda::sm90::wgmma_commit();
+    meanwhile();
     dot_states(in);
-    float read[2], erase[2], write[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int i = 16 * rows + g + 8 * e;
-      const float E = in.scalars[kE][i], beta = in.scalars[kBeta][i];
-      read[e] = call.scale * E, erase[e] = -E * beta, write[e] = in.scalars[kDn][i] * beta;
-    }
-    cuda::sm90::wgmma_wait<2>();
-    if (has_d_k) add_rows(x, write, s.k, d_k, b);
-    if constexpr (K == 128) {
-      cuda::sm90::wgmma_fence();
-      times(x, other, S, false);
-      cuda::sm90::wgmma_commit();
-      cuda::sm90::wgmma_wait<2>();
-    } else {
-      cuda::sm90::wgmma_wait<1>();
-    }
-    if (half) add_rows(z, erase, s.k, d_k, a);
-    else add_rows(z, read, s.q, d_q, a);
     cuda::sm90::wgmma_wait<0>();
-    if constexpr (K == 128) {
-      if (half) add_rows(x, read, s.q, d_q, a);
-      else add_rows(x, erase, s.k, d_k, a);
-    }
   }
 
   // ---- A value head's end ----
 
   // R or W of this head from head_pairs, without beta_j: to the sum with it; times q.k or k.k to `out`, as Z.
-  // The diagonal of y.r is d_beta. All loads come before the stores that might, for all ptxas knows, change them.
+  // The diagonal of y.r is d_beta. Half of the C tiles at a time, all loads before the stores that might, for all ptxas
+  // knows, change what is loaded.
+  template <int first_tile>
   __device__ void weigh_pairs(const GradBuffer<K>& in, char* out, HeadSums& sums) {
+    constexpr int kEnd = first_tile + 4;
+    if (first_tile / 2 > rows) return;
     const float *G = in.scalars[kG], *beta = in.scalars[kBeta];
     const int first = 16 * rows + g;
     const float Gi[2] = {G[first], G[first + 8]};
     const float f[2] = {half ? -beta[first] : call.scale, half ? -beta[first + 8] : call.scale};
+    const int limit = first + 1 - half - 2 * c;  // column 8n + e of row first is in the triangle if below it
     float diagonal[2] = {0.f, 0.f};
-    bool has_diagonal[2] = {false, false};
-    uint32_t z[8][2];
+    bool has_diagonal = false;
+    uint32_t z[4][2];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
+    for (int n = first_tile; n < kEnd; ++n) {
       if (n / 2 > rows) break;
-      const int j = 8 * n + 2 * c;
+      has_diagonal = n / 2 == rows;
       const float4 keys = s.pairs.keys[pair_tile(n)][lane];
-      const float2 Gj = *reinterpret_cast<const float2*>(G + j), beta_j = *reinterpret_cast<const float2*>(beta + j);
+      const float2 Gj = *reinterpret_cast<const float2*>(G + 8 * n + 2 * c);
+      const float2 beta_j = *reinterpret_cast<const float2*>(beta + 8 * n + 2 * c);
       float* x = head_pairs + 4 * n;
       const float products[4] = {keys.x, keys.y, keys.z, keys.w};
       float w[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int i = first + (e >> 1) * 8, column = j + (e & 1);
-        if (i == column) diagonal[e >> 1] = x[e], has_diagonal[e >> 1] = true;
-        const float D = cuda::exp2_fast(Gi[e >> 1] - (e & 1 ? Gj.y : Gj.x));
-        w[e] = (half ? i > column : i >= column) ? f[e >> 1] * D * x[e] : 0.f;
+        const int row = e >> 1, column = 8 * n + (e & 1) - 8 * row;
+        if (column == limit - 1 + half) diagonal[row] = x[e];
+        const float D = cuda::exp2_fast(Gi[row] - (e & 1 ? Gj.y : Gj.x));
+        w[e] = column < limit ? f[row] * D * x[e] : 0.f;
         x[e] = w[e] * (e & 1 ? beta_j.y : beta_j.x);
       }
-      z[n][0] = pack<cuda::bf16>(w[0] * products[0], w[1] * products[1]);
-      z[n][1] = pack<cuda::bf16>(w[2] * products[2], w[3] * products[3]);
+      z[n - first_tile][0] = pack<cuda::bf16>(w[0] * products[0], w[1] * products[1]);
+      z[n - first_tile][1] = pack<cuda::bf16>(w[2] * products[2], w[3] * products[3]);
     }
-    if (half && has_diagonal[0]) sums.beta[first] = diagonal[0];
-    if (half && has_diagonal[1]) sums.beta[first + 8] = diagonal[1];
+    // The diagonal is in the lane whose columns 2c, 2c+1 hold g.
+    if (half && has_diagonal && g / 2 == c) sums.beta[first] = diagonal[0], sums.beta[first + 8] = diagonal[1];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
+    for (int n = first_tile; n < kEnd; ++n) {
       if (n / 2 > rows) break;
       const float4 sum = s.pairs.sum[pair_tile(n)][lane];
       float* x = head_pairs + 4 * n;
       x[0] += sum.x, x[1] += sum.y, x[2] += sum.z, x[3] += sum.w;
     }
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
+    for (int n = first_tile; n < kEnd; ++n) {
       if (n / 2 > rows) break;
       const float* x = head_pairs + 4 * n;
       s.pairs.sum[pair_tile(n)][lane] = {x[0], x[1], x[2], x[3]};
-      *reinterpret_cast<uint32_t*>(out + own_at(n, 0)) = z[n][0];
-      *reinterpret_cast<uint32_t*>(out + own_at(n, 1)) = z[n][1];
+      *reinterpret_cast<uint32_t*>(out + own_at(n, 0)) = z[n - first_tile][0];
+      *reinterpret_cast<uint32_t*>(out + own_at(n, 1)) = z[n - first_tile][1];
     }
   }
 
@@ -332,9 +320,34 @@ struct Gradients {
     }
   }
 
+  // The states' part to d_q and d_k.
+  __device__ void add_states(const GradBuffer<K>& in) {
+    float read[2], erase[2], write[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int i = 16 * rows + g + 8 * e;
+      const float E = in.scalars[kE][i], beta = in.scalars[kBeta][i];
+      read[e] = call.scale * E, erase[e] = -E * beta, write[e] = in.scalars[kDn][i] * beta;
+    }
+    a[0] = a[1] = b[0] = b[1] = 0.f;
+    if (has_d_k) add_rows(by_r, write, s.k, d_k, b);
+    if (half)
+      add_rows(by_mine, erase, s.k, d_k, a);
+    else
+      add_rows(by_mine, read, s.q, d_q, a);
+    if constexpr (K == 128) {
+      if (half)
+        add_rows(by_other, read, s.q, d_q, a);
+      else
+        add_rows(by_other, erase, s.k, d_k, a);
+    }
+  }
+
   __device__ void end_head(const GradBuffer<K>& in, HeadSums& sums) {
-    forget_addresses();
-    weigh_pairs(in, s.pairs_out[half], sums);
+    take_place();
+    add_states(in);
+    weigh_pairs<0>(in, s.pairs_out[half], sums);
+    weigh_pairs<4>(in, s.pairs_out[half], sums);
     cuda::sync_threads(1 + half, kGradThreads / 2);
     float within[2];
     sum_within(in, at(s.pairs_out[half]), within);
@@ -387,8 +400,9 @@ struct Gradients {
   // ---- The key head's end ----
 
   // d_q += R k;  d_k += R^T q + (W + W^T) k. Blocks above the diagonal are zeros in registers.
-  __device__ void add_pairs() {
-    forget_addresses();
+  template <class Meanwhile>
+  __device__ void add_pairs(const Meanwhile& meanwhile) {
+    take_place();
     char* out = s.pairs_out[half];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -404,15 +418,16 @@ struct Gradients {
     load_lower(x, R);
     load_upper(y, R);
     cuda::sm90::wgmma_fence();
-    times(d_q, x, k, true);
-    times(d_k, y, q, true);
+    times(d_q, x, k);
+    times(d_k, y, q);
     cuda::sm90::wgmma_commit();
+    meanwhile();
     cuda::sm90::wgmma_wait<0>();
     load_lower(x, W);
     load_upper(y, W);
     cuda::sm90::wgmma_fence();
-    times(d_k, x, k, true);
-    times(d_k, y, k, true);
+    times(d_k, x, k);
+    times(d_k, y, k);
     cuda::sm90::wgmma_commit();
     cuda::sm90::wgmma_wait<0>();
   }
@@ -451,48 +466,69 @@ struct Gradients {
     }
   }
 
-  // One item's steps; `next` starts to be fetched with the last of them. Returns the number of fills so far.
+  // Waits for fill `fill`.
+  __device__ const GradBuffer<K>& filled(int fill) {
+    cuda::wait_copies<0>();
+    cuda::fence_before_bulk();  // q, k and d_o are read by wgmma
+    cuda::wait_barrier(at(&s.landed[fill & 1]), uint32_t(fill >> 1) & 1);
+    __syncthreads();
+    take_place();
+    return s.buffer[fill & 1];
+  }
+  // Asks for the fill after `fill`, which is step `step` of `item`: the item's or, at its end, that of `next`.
+  __device__ void fetch_ahead(const GradItem& item, const GradItem& next, int step, int fill) {
+    const bool same = step + 1 < group * slices;
+    const GradItem& from = same ? item : next;
+    if (from.place < 0) return;
+    fetch(from, same ? step + 1 : 0, fill + 1);
+    cuda::commit_copies();
+  }
+  // Returns the number of fills so far. What can wait is done while products run.
   __device__ int run_item(const GradItem& item, const GradItem& next, int fill) {
-    const int steps = group * slices;
 #pragma unroll
     for (int i = 0; i < 32; ++i) d_q[i] = d_k[i] = 0.f;
-    for (int step = 0; step < steps; ++step, ++fill) {
-      if (step + 1 < steps) fetch(item, step + 1, fill + 1);
-      else if (next.place >= 0) fetch(next, 0, fill + 1);
-      cuda::commit_copies();
-      cuda::wait_copies<1>();
-      cuda::fence_before_bulk();  // q and k are read by wgmma
-      cuda::wait_barrier(at(&s.landed[fill & 1]), uint32_t(fill >> 1) & 1);
+    int step = 0;
+    float E_n = 0.f;
+    const auto store_before = [&](int x) {  // scalars of the head before head x
+      if (x > 0 && warp == 0) store_scalars(item, item.h * group + x - 1, s.sums[(x - 1) & 1], E_n);
+    };
+    for (int x = 0; x < group; ++x, ++step, ++fill) {
+      const GradBuffer<K>* in = &filled(fill);
+      if (x == 0) key_products();
+      S_dS = 0.f;
+      slice<true>(*in, [&] {
+        fetch_ahead(item, next, step, fill);
+        store_before(x);
+      });
+      for (int part = 1; part < slices; ++part) {
+        __syncthreads();  // the buffer is read
+        in = &filled(++fill);
+        ++step;
+        slice<false>(*in, [&] { fetch_ahead(item, next, step, fill); });
+      }
+      E_n = in->scalars[kE][kC - 1];
+      end_head(*in, s.sums[x & 1]);
       __syncthreads();
-      const GradBuffer<K>& in = s.buffer[fill & 1];
-      const int x = step / slices, part = step % slices;
-      if (step == 0) key_products();
-      if (part == 0) a[0] = a[1] = b[0] = b[1] = S_dS = 0.f;
-      slice(in, part == 0);
-      const bool ends = part + 1 == slices;
-      const float E_n = in.scalars[kE][kC - 1];
-      if (ends) end_head(in, s.sums[x & 1]);
-      __syncthreads();
-      if (ends && warp == 0) store_scalars(item, item.h * group + x, s.sums[x & 1], E_n);
     }
-    add_pairs();
+    add_pairs([&] { store_before(group); });
     return fill;
   }
 
   __device__ void run() {
-    int64_t index = 0;
-    if (thread == 0) find_item(blockIdx.x, s.item[0], index);
+    if (thread == 0) find_item(blockIdx.x, s.item[0]);
     __syncthreads();
     if (s.item[0].place < 0) return;
     fetch_keys(s.item[0]);
     fetch(s.item[0], 0, 0);
     cuda::commit_copies();
-    for (int fill = 0, now = 0;; now = (now + 1) % 3) {
-      const GradItem& item = s.item[now];
-      GradItem& next = s.item[(now + 1) % 3];
-      if (thread == 0) find_item(index + gridDim.x, next, index);
+    for (int fill = 0;;) {
+      const int number = fill / (group * slices);
+      const GradItem& item = s.item[number & 3];
+      GradItem& next = s.item[(number + 1) & 3];
+      if (thread == 0) find_item(s.index + gridDim.x, next);
       __syncthreads();
       fill = run_item(item, next, fill);
+      take_place();
       if (has_d_q) to_image(d_q, s.out.d_q);
       if (has_d_k) to_image(d_k, s.out.d_k);
       __syncthreads();  // q and k are read, d_q and d_k written

@@ -14,6 +14,7 @@ namespace thalweg::gated_delta_rule {
 struct ChunkBwdLayout {
   int64_t chunks;               // places for chunks: sequence n begins at place_of(n)
   int64_t state, rows, square;  // bytes: a state (16 bits), 64 rows of V (16 bits), a 64 x 64 tile (16 bits)
+  int64_t slice;                // of a state: 64 columns of V
   int64_t S, dS, r, y, X, P, scalars, spans, bytes;
 };
 constexpr int64_t kScalarBytes = 4 * 64 * 4;  // per chunk and value head: [4][64] float32
@@ -21,7 +22,7 @@ constexpr int64_t kScalarBytes = 4 * 64 * 4;  // per chunk and value head: [4][6
 inline ChunkBwdLayout chunk_bwd_layout(const delta_rule::Problem& p) {
   ChunkBwdLayout l{};
   l.chunks = p.packed ? p.T / 64 + p.N : p.B * ((p.T + 63) / 64);
-  l.state = 2 * p.K * p.V, l.rows = 2 * 64 * p.V, l.square = 2 * 64 * 64;
+  l.state = 2 * p.K * p.V, l.rows = 2 * 64 * p.V, l.square = 2 * 64 * 64, l.slice = 2 * p.K * 64;
   const int64_t places = l.chunks * p.HV;
   int64_t at = 0;
   auto take = [&](int64_t bytes) {

@@ -18,7 +18,9 @@ constexpr int kPitch = 68;     // floats of a row of M: rows stay 16-byte aligne
 
 struct PrepHead {
   float M[kC][kPitch];  // becomes X, block by block
-  float Y[32][36];      // half of a merge
+};
+struct PrepHalves {
+  float Y[32][36];  // half of a merge
 };
 struct PrepScalars {
   float G[kC], beta[kC];
@@ -30,7 +32,10 @@ struct alignas(1024) PrepSmem {
       char q[D / 64 * kTile], k[D / 64 * kTile];
     } keys;
     struct {
-      char image[kPrepHeads][kTile];  // of P
+      union {
+        char image[kPrepHeads][kTile];  // of P, until it is stored
+        PrepHalves half[kPrepHeads];
+      };
       PrepHead head[kPrepHeads];
     } work;
   };
@@ -114,9 +119,9 @@ __device__ void put_block(int lane, const float (&d)[2][4], const Put& put) {
 
 // Column j of the diagonal block at `first`: 16 threads take one each, rows in step, so X may replace M.
 __device__ inline void invert_diagonal(PrepHead& s, const float* betas, int first, int j) {
-  float t[16];            // column j of (I + diag(beta) M)^-1
+  float t[16];              // column j of (I + diag(beta) M)^-1
   float row[16], next[16];  // of M; rows are asked for one ahead, not all at once
-  const auto load = [&](int i, float (&to)[16]) {
+  const auto load = [&](int i, float(&to)[16]) {
     const float4* from = reinterpret_cast<const float4*>(&s.M[first + i][first]);
 #pragma unroll
     for (int m = 0; m < i; m += 4) {
@@ -149,39 +154,42 @@ struct Factors {
 };
 
 // The blocks (1, 0) and (3, 2) of 16, one warp each.
-__device__ inline void merge_16(PrepHead& s, const float* beta, int which, int lane) {
+__device__ inline void merge_16(PrepHead& s, PrepHalves& half, const float* beta, int which, int lane) {
   const int J = which * 32, I = J + 16;
   const Factors f{s, beta};
   float y[2][4], x[2][4];
   zero(y), zero(x);
-  block_product(lane, [&](int i, int m) { return s.M[I + i][J + m]; },
-                [&](int m, int j) { return f.right(J + m, J + j); }, y);
-  put_block(lane, y, [&](int i, int j, float v) { s.Y[which * 16 + i][j] = v; });
+  block_product(
+      lane, [&](int i, int m) { return s.M[I + i][J + m]; }, [&](int m, int j) { return f.right(J + m, J + j); }, y);
+  put_block(lane, y, [&](int i, int j, float v) { half.Y[which * 16 + i][j] = v; });
   __syncwarp();
-  block_product(lane, [&](int i, int m) { return f.left(I + i, I + m); },
-                [&](int m, int j) { return s.Y[which * 16 + m][j]; }, x);
+  block_product(
+      lane, [&](int i, int m) { return f.left(I + i, I + m); }, [&](int m, int j) { return half.Y[which * 16 + m][j]; },
+      x);
   put_block(lane, x, [&](int i, int j, float v) { s.M[I + i][J + j] = -v; });
 }
 
 // The 32x32 block below, a quarter for each of four warps, in two halves with a barrier between.
-__device__ inline void merge_32_right(PrepHead& s, const float* beta, int warp, int lane) {
+__device__ inline void merge_32_right(PrepHead& s, PrepHalves& half, const float* beta, int warp, int lane) {
   const int a = warp >> 1, b = warp & 1, I = 32 + 16 * a, J = 16 * b;
   const Factors f{s, beta};
   float y[2][4];
   zero(y);
   for (int c = b; c < 2; ++c)
-    block_product(lane, [&](int i, int m) { return s.M[I + i][16 * c + m]; },
-                  [&](int m, int j) { return f.right(16 * c + m, J + j); }, y);
-  put_block(lane, y, [&](int i, int j, float v) { s.Y[16 * a + i][J + j] = v; });
+    block_product(
+        lane, [&](int i, int m) { return s.M[I + i][16 * c + m]; },
+        [&](int m, int j) { return f.right(16 * c + m, J + j); }, y);
+  put_block(lane, y, [&](int i, int j, float v) { half.Y[16 * a + i][J + j] = v; });
 }
-__device__ inline void merge_32_left(PrepHead& s, const float* beta, int warp, int lane) {
+__device__ inline void merge_32_left(PrepHead& s, PrepHalves& half, const float* beta, int warp, int lane) {
   const int a = warp >> 1, b = warp & 1, I = 32 + 16 * a, J = 16 * b;
   const Factors f{s, beta};
   float x[2][4];
   zero(x);
   for (int c = 0; c <= a; ++c)
-    block_product(lane, [&](int i, int m) { return f.left(I + i, 32 + 16 * c + m); },
-                  [&](int m, int j) { return s.Y[16 * c + m][J + j]; }, x);
+    block_product(
+        lane, [&](int i, int m) { return f.left(I + i, 32 + 16 * c + m); },
+        [&](int m, int j) { return half.Y[16 * c + m][J + j]; }, x);
   put_block(lane, x, [&](int i, int j, float v) { s.M[I + i][J + j] = -v; });
 }
 
@@ -189,8 +197,8 @@ __device__ inline void merge_32_left(PrepHead& s, const float* beta, int warp, i
 
 // M to shared memory, P to its image. kk, qk: this warp's 16 rows, blocks up to its own.
 template <class T>
-__device__ void decay_products(PrepHead& s, const float* G, char* image, float scale, int warp, int lane, const float (&kk)[8][4],
-                               const float (&qk)[8][4]) {
+__device__ void decay_products(PrepHead& s, const float* G, char* image, float scale, int warp, int lane,
+                               const float (&kk)[8][4], const float (&qk)[8][4]) {
   const int g = lane >> 2, c = lane & 3, first = 16 * warp + g;
   const Lanes lanes(lane);
   const float Gi[2] = {G[first], G[first + 8]};
@@ -220,12 +228,16 @@ __device__ void decay_products(PrepHead& s, const float* G, char* image, float s
   }
 }
 
+__device__ inline void store_image(const char* image, char* P, int thread) {
+#pragma unroll
+  for (int i = thread; i < kTile / 16; i += kPrepThreads)
+    reinterpret_cast<uint4*>(P)[i] = reinterpret_cast<const uint4*>(image)[i];
+}
 template <class T>
-__device__ void store_tiles(const PrepHead& s, const char* image, char* X, char* P, int thread) {
+__device__ void store_inverse(const PrepHead& s, char* X, int thread) {
 #pragma unroll
   for (int i = thread; i < kC * 8; i += kPrepThreads) {
     const int row = i / 8, piece = i % 8;
-    reinterpret_cast<uint4*>(P)[i] = reinterpret_cast<const uint4*>(image)[i];
     const float4 *from = reinterpret_cast<const float4*>(&s.M[row][8 * piece]), low = from[0], high = from[1];
     *reinterpret_cast<uint4*>(X + piece_at(row, piece)) = {pack<T>(low.x, low.y), pack<T>(low.z, low.w),
                                                            pack<T>(high.x, high.y), pack<T>(high.z, high.w)};
@@ -255,61 +267,56 @@ __device__ void key_products(uint32_t q, uint32_t k, int warp, int lane, float (
   }
 }
 
-// Value heads [hv, hv + heads).
-template <class T>
-__device__ void prepare_heads(const Call& call, const Chunk& chunk, int64_t place, int64_t hv, int heads,
-                              PrepHead (&s)[kPrepHeads], const PrepScalars (&scalars)[kPrepHeads],
-                              char (&image)[kPrepHeads][kTile], int thread,
+// Value heads [hv, hv + heads), from the products of the keys.
+template <class T, int D>
+__device__ void prepare_heads(const Call& call, int64_t place, int64_t hv, int heads, PrepSmem<D>& s, int thread,
                               const float (&qk)[8][4], const float (&kk)[8][4]) {
   const int warp = thread / 32, lane = thread % 32;
-  for (int x = 0; x < heads; ++x) decay_products<T>(s[x], scalars[x].G, image[x], call.scale, warp, lane, kk, qk);
-  __syncthreads();
-  if (thread / kC < heads) invert_diagonal(s[thread / kC], scalars[thread / kC].beta, thread % kC / 16 * 16, thread % 16);
-  __syncthreads();
-  if (warp / 2 < heads) merge_16(s[warp / 2], scalars[warp / 2].beta, warp % 2, lane);
-  __syncthreads();
-  for (int x = 0; x < heads; ++x) merge_32_right(s[x], scalars[x].beta, warp, lane);
-  __syncthreads();
-  for (int x = 0; x < heads; ++x) merge_32_left(s[x], scalars[x].beta, warp, lane);
-  __syncthreads();
+  auto& work = s.work;
+  const auto beta = [&](int x) { return s.scalars[x].beta; };
   for (int x = 0; x < heads; ++x)
-    store_tiles<T>(s[x], image[x], call.square(call.at.X, place, hv + x), call.square(call.at.P, place, hv + x),
-                   thread);
+    decay_products<T>(work.head[x], s.scalars[x].G, work.image[x], call.scale, warp, lane, kk, qk);
+  __syncthreads();
+  for (int x = 0; x < heads; ++x) store_image(work.image[x], call.square(call.at.P, place, hv + x), thread);
+  const int mine = thread / kC;
+  if (mine < heads) invert_diagonal(work.head[mine], beta(mine), thread % kC / 16 * 16, thread % 16);
+  __syncthreads();
+  if (warp / 2 < heads) merge_16(work.head[warp / 2], work.half[warp / 2], beta(warp / 2), warp % 2, lane);
+  __syncthreads();
+  for (int x = 0; x < heads; ++x) merge_32_right(work.head[x], work.half[x], beta(x), warp, lane);
+  __syncthreads();
+  for (int x = 0; x < heads; ++x) merge_32_left(work.head[x], work.half[x], beta(x), warp, lane);
+  __syncthreads();
+  for (int x = 0; x < heads; ++x) store_inverse<T>(work.head[x], call.square(call.at.X, place, hv + x), thread);
 }
 
-// One block: a chunk and a key head, its value heads in turn.
+// One block: a chunk and a key head. A round takes kPrepHeads value heads; one more asks for the keys again.
 template <class T, int D>
-__global__ void __launch_bounds__(kPrepThreads, 3) prep_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kPrepThreads, 4) prep_kernel(const __grid_constant__ Call call) {
   extern __shared__ __align__(1024) char raw[];
   auto& s = *reinterpret_cast<PrepSmem<D>*>(raw);
-  const int thread = threadIdx.x;
   const int64_t place = blockIdx.x / call.H, h = blockIdx.x % call.H, group = call.HV / call.H;
   const Chunk chunk = chunk_at(call, place);
   if (chunk.count == 0) return;
   const Args& a = call.args;
-  copy_rows<T, D, kPrepThreads>(s.keys.q, row_of<const T>(a.q, chunk.b, chunk.begin, h), a.q.stride[1], chunk.count,
-                                thread, call.aligned);
-  copy_rows<T, D, kPrepThreads>(s.keys.k, row_of<const T>(a.k, chunk.b, chunk.begin, h), a.k.stride[1], chunk.count,
-                                thread, call.aligned);
-  cuda::commit_copies();
-  const auto load_round = [&](int64_t x) {
-    const int64_t hv = h * group + x + thread / 32;
-    if (thread / 32 < kPrepHeads && x + thread / 32 < group)
-      load_scalars(call, chunk, hv, thread % 32, s.scalars[thread / 32], call.scalars(place, hv));
-  };
-  load_round(0);
-  cuda::wait_copies<0>();
-  __syncthreads();
-  float qk[8][4], kk[8][4];
-  key_products<T, D>(cuda::smem_address(s.keys.q), cuda::smem_address(s.keys.k), thread / 32, thread % 32, qk, kk);
   for (int64_t x = 0; x < group; x += kPrepHeads) {
-    __syncthreads();  // q, k, and what is of the heads before are read
-    if (x > 0) load_round(x);
-    if (x > 0) __syncthreads();
-    const int64_t left = group - x;
     // Addresses are computed anew for every round: there are not the registers to keep them.
-    prepare_heads<T>(call, chunk, place, h * group + x, int(left < kPrepHeads ? left : kPrepHeads), s.work.head,
-                     s.scalars, s.work.image, int(cuda::opaque(uint32_t(thread))), qk, kk);
+    const int thread = int(cuda::opaque(threadIdx.x)), warp = thread / 32, lane = thread % 32;
+    const int heads = int(group - x < kPrepHeads ? group - x : kPrepHeads);
+    const int64_t hv = h * group + x;
+    if (x > 0) __syncthreads();  // what is of the heads before is read
+    copy_rows<T, D, kPrepThreads>(s.keys.q, row_of<const T>(a.q, chunk.b, chunk.begin, h), a.q.stride[1], chunk.count,
+                                  thread, call.aligned);
+    copy_rows<T, D, kPrepThreads>(s.keys.k, row_of<const T>(a.k, chunk.b, chunk.begin, h), a.k.stride[1], chunk.count,
+                                  thread, call.aligned);
+    cuda::commit_copies();
+    if (warp < heads) load_scalars(call, chunk, hv + warp, lane, s.scalars[warp], call.scalars(place, hv + warp));
+    cuda::wait_copies<0>();
+    __syncthreads();
+    float qk[8][4], kk[8][4];
+    key_products<T, D>(cuda::smem_address(s.keys.q), cuda::smem_address(s.keys.k), warp, lane, qk, kk);
+    __syncthreads();  // q and k are read
+    prepare_heads<T>(call, place, hv, heads, s, thread, qk, kk);
   }
 }
 

@@ -30,7 +30,7 @@ struct alignas(1024) ScanSmem {
   ScanStage<K> stage[kStages];
   // On their way out:
   char state[K / 64 * kTile];  // [v][K]
-  char rows[kTile];            // r or y, [v][token]
+  char rows[kTile];            // r, [v][token], or y, [token][v]
   char d_v[kTile];             // [token][v]
   uint64_t full[kStages], empty[kStages];
   uint64_t state_full, state_empty, rows_full, rows_empty;
@@ -70,8 +70,8 @@ __device__ void load_chunks(const Call& call, const Chain& w, const Sequence& se
   const int64_t h = w.hv / (call.HV / call.H), vo_stride = there ? vo.stride[1] : 0;
   const T* k = row_of<const T>(a.k, seq.b, seq.begin, h);
   const T* q = row_of<const T>(a.q, seq.b, seq.begin, h);
-  const T* v = there ? row_of<const T>(vo, seq.b, seq.begin, w.hv) + 64 * w.slice
-                     : reinterpret_cast<const T*>(call.workspace);
+  const T* v =
+      there ? row_of<const T>(vo, seq.b, seq.begin, w.hv) + 64 * w.slice : reinterpret_cast<const T*>(call.workspace);
   const auto full = [&](int stage) { return cuda::smem_address(&s.full[stage]); };
   int stage = 0, before = 0;
   uint32_t parity = 1;  // a fresh barrier has completed the phase before its first
@@ -84,8 +84,7 @@ __device__ void load_chunks(const Call& call, const Chain& w, const Sequence& se
       cuda::arrive_expecting(full(stage), (w.reverse ? 2 : 1) * kTile + kScalarBytes);
       cuda::bulk_load(cuda::smem_address(to.scalars), call.scalars(place, w.hv), kScalarBytes, full(stage));
       cuda::bulk_load(cuda::smem_address(to.X), call.square(call.at.X, place, w.hv), kTile, full(stage));
-      if (w.reverse)
-        cuda::bulk_load(cuda::smem_address(to.P), call.square(call.at.P, place, w.hv), kTile, full(stage));
+      if (w.reverse) cuda::bulk_load(cuda::smem_address(to.P), call.square(call.at.P, place, w.hv), kTile, full(stage));
     }
     copy_rows<T, K, kMoveThreads>(to.k, k + first * a.k.stride[1], a.k.stride[1], count, thread, call.aligned);
     if (w.reverse)
@@ -219,8 +218,10 @@ struct Scan {
     for (int n = 0; n < 4; ++n) {
       uint32_t a[4];
       operand(x + 8 * n, a);
-      cuda::store_matrices(tile_at(lanes.down, at(s.rows), 16 * warp, n), a[0], a[1], a[2], a[3]);
-      if constexpr (reverse) {
+      if constexpr (!reverse) {
+        cuda::store_matrices(tile_at(lanes.down, at(s.rows), 16 * warp, n), a[0], a[1], a[2], a[3]);
+      } else {
+        cuda::store_matrices_transposed(tile_at(lanes.across, at(s.rows), 16 * n, warp), a[0], a[1], a[2], a[3]);
         scaled_operand(n, factors(beta, n), a);
         cuda::store_matrices_transposed(tile_at(lanes.across, at(s.d_v), 16 * n, warp), a[0], a[1], a[2], a[3]);
       }
@@ -245,6 +246,14 @@ struct Scan {
     for (int step = 0; step < 4; ++step)
       cuda::sm90::wgmma_rs_n64<T, kMajorN>(z, a[step], cuda::sm90::advanced(b, step * (kMajorN ? 2048 : 32)),
                                            accumulate || step > 0);
+  }
+  // z = a b for a [64 tokens][64 v] transposed and b, rows for each token summed over
+  __device__ static void times_tiles(float (&z)[32], const char* rows, const char* tile) {
+    const uint64_t a = cuda::sm90::descriptor(at(rows)), b = cuda::sm90::descriptor(at(tile));
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      cuda::sm90::wgmma_ss_n64<T, 1, 1>(z, cuda::sm90::advanced(a, step * 2048), cuda::sm90::advanced(b, step * 2048),
+                                        step > 0);
   }
   // S += a b for b [64 tokens][K]
   __device__ void advance(const uint32_t (&a)[4][4], const char* rows) {
@@ -306,13 +315,12 @@ struct Scan {
     uint32_t a[K / 16][4], b[4][4];
     float z[32];
     round_state(a);
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-      cuda::load_matrices_transposed(b[n], tile_at(lanes.across, at(in.v), 16 * n, warp));
     cuda::sm90::wgmma_fence();
     times_keys(a, in.k);
-    times_square<1>(z, b, in.P, false);
+    times_tiles(z, in.v, in.P);
     cuda::sm90::wgmma_commit();
+#pragma unroll
+    for (int n = 0; n < 4; ++n) cuda::load_matrices_transposed(b[n], tile_at(lanes.across, at(in.v), 16 * n, warp));
     decay(f[kE][kC - 1]);
     uint32_t w[4][4];
 #pragma unroll
@@ -362,8 +370,10 @@ struct Scan {
     uint32_t parity = 0;
     for (ChunkWalk walk(seq, reverse); !walk.ends(); ++walk.i) {
       cuda::wait_barrier(at(&s.full[stage]), parity);
-      if constexpr (reverse) backward(s.stage[stage], walk.i & 1);
-      else forward(s.stage[stage], walk.i & 1);
+      if constexpr (reverse)
+        backward(s.stage[stage], walk.i & 1);
+      else
+        forward(s.stage[stage], walk.i & 1);
       hand_over(s.empty[stage]);
       if (++stage == kStages) stage = 0, parity ^= 1;
     }
@@ -391,8 +401,10 @@ __global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(const __grid_cons
   if (warp >= 6) return store_chunks<T, K>(call, chain, seq, s, int(threadIdx.x) - 192);
   if (warp >= 4) return load_chunks<T, K>(call, chain, seq, s, int(threadIdx.x) - 128);
   Scan<T, K> scan(call, chain, s, warp, lane);
-  if (chain.reverse) scan.template run<true>(seq);
-  else scan.template run<false>(seq);
+  if (chain.reverse)
+    scan.template run<true>(seq);
+  else
+    scan.template run<false>(seq);
 }
 
 }  // namespace
