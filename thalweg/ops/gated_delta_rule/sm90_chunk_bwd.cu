@@ -18,24 +18,26 @@
 // Grid      prep: a block a chunk and key head. Scans: one grid for both directions, a block a sequence, value head and
 //           64 columns of V. Gradients: a block an SM, which walks over chunks and key heads.
 // Tile      64 tokens x 64 columns of V x K; see the three .cuh
-// Smem      K = 128: prep 51 KiB, scans 204 KiB, gradients 206 KiB
-// Regs      K = 128: prep 125 of 128 threads, scans 240 and gradients 255 of 256
+// Smem      K = 128: prep 51 KiB, scans 220 KiB, gradients 206 KiB
+// Regs      K = 128: prep 125 of 128 threads, scans 195 and gradients 255 of 256
 // Workspace per chunk and value head, 16 bits: S, dS [V][K], r [V][64], y [64][V], X, P [64][64] as the kernels' shared
 //           memory has them (one bulk copy each), and four rows of float32 scalars: 113 KiB at K = V = 128
 // Order     value heads of a key head one after another, sums over the chip's halves in a fixed order, no atomics: bits
 //           depend on the problem alone
 // Numerics  operands 16-bit, sums and states float32, the inverse float32 with tf32x3 products; exponents are
 //           differences of sums of gates, each at least 2^-150, and never positive (g <= 0); masks by selection. d_g
-//           adds up only products that token t's decay is a factor of. bf16, random data: d_q, d_k, d_v 2.3e-3 ..
-//           3.9e-3 RMS, d_g, d_beta 1.1e-3 .. 4.2e-3, d_initial_state 2.5e-3; f16 3e-4 .. 4e-4, d_g 2e-3. Keys of
-//           cosine 0.99 with beta to 2 and no decay: d_q, d_v 1.3e-2.
+//           adds up only products that token t's decay is a factor of. d_v is beta times y as kept, in 16 bits. bf16,
+//           random data: d_q, d_k, d_v 2.3e-3 .. 3.9e-3 RMS (d_v without the rounding of y, 1.7e-3 of its own), d_g,
+//           d_beta 1.1e-3 .. 4.2e-3, d_initial_state 2.5e-3; f16 3e-4 .. 4e-4, d_g 2e-3. Keys of cosine 0.99 with beta
+//           to 2 and no decay: d_q, d_v 1.3e-2.
 // Traps     - Rows past the end of a sequence are zero in every tile, and beta and g there, so no product sees another
 //             sequence's rows.
 //           - wgmma reads what cp.async wrote only after a fence.proxy.async of the thread that copied.
 //           - Shared memory is cast from an aligned array: a base rounded up by hand makes every access generic.
 // Measured  H200, bf16, K = V = 128, initial_state and d_final_state, graph replay, microseconds: 1x8192 H16 HV32 767
 //           to 777 (prep 87, scans 265, gradients 414), where its products alone take 141 at the device's rate; packed
-//           4x2048 795; 1x32768 2889; 1x8192 H2 HV8 384; B2 T2048 H4 HV8 K = V = 64 112
+//           4x2048 795; 1x32768 2889; 1x8192 H2 HV8 384; B2 T2048 H4 HV8 K = V = 64 112. All before the scans' moving
+//           warps made scale E d_o and d_v, which spares the computing group 45 registers
 #include "thalweg/ops/gated_delta_rule/problem.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_grad.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_prep.cuh"

@@ -3,7 +3,8 @@
 //
 // One warpgroup holds the state transposed, [64 v][K], in the accumulators of wgmma; rounded, the same registers are
 // operand a of the next product. All products have tokens or K along their columns, so nothing is exchanged between
-// warps. Two warps load, up to kStages chunks ahead; two store what the others leave in shared memory.
+// warps. Two warps load, up to kStages chunks ahead, and make scale E d_o; two store what the others leave in shared
+// memory, and d_v.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
 
@@ -22,6 +23,7 @@ template <int K>
 struct ScanStage {
   char k[K / 64 * kTile], q[K / 64 * kTile];  // q in reverse only
   char v[kTile];                              // v, or d_o in reverse: [token][v]
+  char d_o_decayed[kTile];                    // in reverse: scale E d_o
   char X[kTile], P[kTile];                    // P in reverse only
   float scalars[4][kC];
 };
@@ -31,7 +33,6 @@ struct alignas(1024) ScanSmem {
   // On their way out:
   char state[K / 64 * kTile];  // [v][K]
   char rows[kTile];            // r, [v][token], or y, [token][v]
-  char d_v[kTile];             // [token][v]
   uint64_t full[kStages], empty[kStages];
   uint64_t state_full, state_empty, rows_full, rows_empty;
 };
@@ -60,6 +61,32 @@ struct ChunkWalk {
   __device__ int at() const { return reverse ? count - 1 - i : i; }  // chunk
 };
 
+// 16-byte piece `x` times f.
+template <class T>
+__device__ uint4 times_piece(const uint4& x, float f) {
+  const auto both = [&](uint32_t pair) {
+    const float2 y = unpack<T>(pair);
+    return pack<T>(f * y.x, f * y.y);
+  };
+  return {both(x.x), both(x.y), both(x.z), both(x.w)};
+}
+// The rows of 64 columns that a moving thread has in hand: every eighth from thread / 8, piece thread % 8.
+constexpr int kOwnRows = 8;
+__device__ inline void load_factors(const float* from, int thread, float (&f)[kOwnRows]) {
+#pragma unroll
+  for (int i = 0; i < kOwnRows; ++i) f[i] = from[thread / 8 + 8 * i];
+}
+
+// scale E d_o from d_o, each thread the pieces that it copied.
+template <class T>
+__device__ void decay_rows(char* to, const char* from, const float (&E)[kOwnRows], float scale, int thread) {
+#pragma unroll
+  for (int i = 0; i < kOwnRows; ++i) {
+    const uint32_t at = piece_at(thread / 8, thread % 8) + i * 8 * 128;
+    *reinterpret_cast<uint4*>(to + at) = times_piece<T>(*reinterpret_cast<const uint4*>(from + at), scale * E[i]);
+  }
+}
+
 // A chunk is announced once the next one is asked for: wgmma may read what these threads' copies wrote only after a
 // fence of theirs, so each waits for its own.
 template <class T, int K>
@@ -74,6 +101,12 @@ __device__ void load_chunks(const Call& call, const Chain& w, const Sequence& se
       there ? row_of<const T>(vo, seq.b, seq.begin, w.hv) + 64 * w.slice : reinterpret_cast<const T*>(call.workspace);
   const auto full = [&](int stage) { return cuda::smem_address(&s.full[stage]); };
   int stage = 0, before = 0;
+  float E[kOwnRows];  // of the chunk before
+  const auto announce = [&] {
+    if (w.reverse) decay_rows<T>(s.stage[before].d_o_decayed, s.stage[before].v, E, call.scale, thread);
+    cuda::fence_before_bulk();
+    cuda::arrive(full(before));
+  };
   uint32_t parity = 1;  // a fresh barrier has completed the phase before its first
   for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i) {
     const int64_t first = int64_t(walk.at()) * kC, place = seq.first_chunk + walk.at();
@@ -93,15 +126,14 @@ __device__ void load_chunks(const Call& call, const Chain& w, const Sequence& se
     cuda::commit_copies();
     if (walk.i > 0) {
       cuda::wait_copies<1>();
-      cuda::fence_before_bulk();
-      cuda::arrive(full(before));
+      announce();
     }
+    if (w.reverse) load_factors(call.scalars(place, w.hv) + kE * kC, thread, E);
     before = stage;
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   cuda::wait_copies<0>();
-  cuda::fence_before_bulk();
-  if (seq.length > 0) cuda::arrive(full(before));
+  if (seq.length > 0) announce();
 }
 
 // `bytes` of shared memory to the workspace, in order.
@@ -110,6 +142,18 @@ __device__ void store_image(char* to, const char* from, int thread) {
 #pragma unroll 8
   for (int i = thread * 16; i < bytes; i += kMoveThreads * 16)
     *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+}
+
+// d_v = beta y
+template <class T>
+__device__ void store_d_v(T* to, int64_t stride, int64_t count, const char* y, const float (&beta)[kOwnRows],
+                          int thread, bool aligned) {
+#pragma unroll
+  for (int i = 0; i < kOwnRows; ++i) {
+    const int row = thread / 8 + 8 * i, piece = thread % 8;
+    const uint4 x = times_piece<T>(*reinterpret_cast<const uint4*>(y + piece_at(row, piece)), beta[i]);
+    if (row < count) store_piece(to + row * stride + piece * 8, reinterpret_cast<const char*>(&x), aligned);
+  }
 }
 
 template <class T, int K>
@@ -127,13 +171,12 @@ __device__ void store_chunks(const Call& call, const Chain& w, const Sequence& s
     cuda::wait_barrier(cuda::smem_address(&s.state_full), parity);
     store_image<K / 64 * kTile>(call.state(w.reverse ? call.at.dS : call.at.S, place, w.hv, w.slice), s.state, thread);
     done(s.state_empty);
+    float beta[kOwnRows];
+    if (has_d_v) load_factors(call.scalars(place, w.hv) + kBeta * kC, thread, beta);
     cuda::wait_barrier(cuda::smem_address(&s.rows_full), parity);
     store_image<kTile>(call.rows(w.reverse ? call.at.y : call.at.r, place, w.hv, w.slice), s.rows, thread);
     if (has_d_v)
-#pragma unroll 4
-      for (int i = thread; i < kC * 8; i += kMoveThreads)
-        if (first + i / 8 < seq.length)
-          store_piece(rows + (first + i / 8) * d_v.stride[1] + i % 8 * 8, s.d_v + piece_at(i / 8, i % 8), call.aligned);
+      store_d_v(rows + first * d_v.stride[1], d_v.stride[1], seq.length - first, s.rows, beta, thread, call.aligned);
     done(s.rows_empty);
   }
 }
@@ -210,21 +253,18 @@ struct Scan {
                            a[step][3]);
     hand_over(s.state_full);
   }
-  // x, and in reverse d_v = beta x.
+  // x as [v][token], in reverse as [token][v].
   template <bool reverse>
-  __device__ void publish_rows(const float* beta, uint32_t parity) {
+  __device__ void publish_rows(uint32_t parity) {
     cuda::wait_barrier(at(&s.rows_empty), parity ^ 1);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       uint32_t a[4];
       operand(x + 8 * n, a);
-      if constexpr (!reverse) {
-        cuda::store_matrices(tile_at(lanes.down, at(s.rows), 16 * warp, n), a[0], a[1], a[2], a[3]);
-      } else {
+      if constexpr (reverse)
         cuda::store_matrices_transposed(tile_at(lanes.across, at(s.rows), 16 * n, warp), a[0], a[1], a[2], a[3]);
-        scaled_operand(n, factors(beta, n), a);
-        cuda::store_matrices_transposed(tile_at(lanes.across, at(s.d_v), 16 * n, warp), a[0], a[1], a[2], a[3]);
-      }
+      else
+        cuda::store_matrices(tile_at(lanes.down, at(s.rows), 16 * warp, n), a[0], a[1], a[2], a[3]);
     }
     hand_over(s.rows_full);
   }
@@ -265,6 +305,18 @@ struct Scan {
       else
         cuda::sm90::wgmma_rs_n64<T, 1>(S, a[step], cuda::sm90::advanced(b, step * 2048), true);
   }
+  // The same, a from a tile [64 tokens][64 v].
+  __device__ void advance_tiles(const char* rows, const char* columns) {
+    const uint64_t a = cuda::sm90::descriptor(at(rows)), b = cuda::sm90::descriptor(at(columns), kTile);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      if constexpr (K == 128)
+        cuda::sm90::wgmma_ss_n128<T, 1, 1>(S, cuda::sm90::advanced(a, step * 2048),
+                                           cuda::sm90::advanced(b, step * 2048), true);
+      else
+        cuda::sm90::wgmma_ss_n64<T, 1, 1>(S, cuda::sm90::advanced(a, step * 2048), cuda::sm90::advanced(b, step * 2048),
+                                          true);
+  }
   __device__ void decay(float f) {
 #pragma unroll
     for (int i = 0; i < K / 2; ++i) S[i] *= f;
@@ -304,7 +356,7 @@ struct Scan {
     cuda::sm90::wgmma_fence();
     advance(b, in.k);
     cuda::sm90::wgmma_commit();
-    publish_rows<false>(nullptr, parity);
+    publish_rows<false>(parity);
     cuda::sm90::wgmma_wait<0>();
   }
 
@@ -319,22 +371,9 @@ struct Scan {
     times_keys(a, in.k);
     times_tiles(z, in.v, in.P);
     cuda::sm90::wgmma_commit();
-#pragma unroll
-    for (int n = 0; n < 4; ++n) cuda::load_matrices_transposed(b[n], tile_at(lanes.across, at(in.v), 16 * n, warp));
     decay(f[kE][kC - 1]);
-    uint32_t w[4][4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float4 E = factors(f[kE], n);
-      const float Es[4] = {call.scale * E.x, call.scale * E.y, call.scale * E.z, call.scale * E.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float2 o = unpack<T>(b[n][e]);
-        w[n][e] = pack<T>(o.x * Es[e / 2 * 2], o.y * Es[e / 2 * 2 + 1]);
-      }
-    }
     cuda::sm90::wgmma_fence();
-    advance(w, in.q);
+    advance_tiles(in.d_o_decayed, in.q);
     cuda::sm90::wgmma_commit();
     publish_state(a, parity);
     cuda::sm90::wgmma_wait<1>();
@@ -359,7 +398,7 @@ struct Scan {
     cuda::sm90::wgmma_fence();
     advance(b, in.k);
     cuda::sm90::wgmma_commit();
-    publish_rows<true>(f[kBeta], parity);
+    publish_rows<true>(parity);
     cuda::sm90::wgmma_wait<0>();
   }
 
