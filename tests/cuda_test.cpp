@@ -83,7 +83,9 @@ TEST_F(Cuda, WrongBordersGiveNaNAndAReport) {
         borders.data[last] = wrong;
         const Outputs got = run_with(c, field, borders);
         // A border below 0 leaves the sequence no rows, so that only its state can tell.
-        if (wrong > 0) EXPECT_TRUE(has_nan(got)) << c.text();
+        if (wrong > 0) {
+          EXPECT_TRUE(has_nan(got)) << c.text();
+        }
       }
       Values first = right;
       first.data[0] = 1;

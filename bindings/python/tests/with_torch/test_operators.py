@@ -101,9 +101,8 @@ def test_one_operator_for_each_pass():
     assert len(_OPERATORS) >= 20
     for operator in _OPERATORS.values():
         assert getattr(torch.ops.thalweg, operator.name.partition("::")[2]) is not None
-    assert {sample.name for sample in SAMPLES.values()} | {n for n in ops.__all__ if n.endswith("_decode")} == set(
-        ops.__all__
-    )
+    calls = set(ops.__all__) - {"runs_on"}
+    assert {sample.name for sample in SAMPLES.values()} | {n for n in calls if n.endswith("_decode")} == calls
 
 
 # ---- Gradients ----
