@@ -20,13 +20,14 @@ struct StoreSums {
   }
 };
 
-// The partial sums, or null where no sums are wanted.
+// The partial sums, or null where no sums are wanted or there is nothing to add up.
 inline double* partials_of(const Problem& p, const Exec& exec) {
   return p.head_sums || p.channel_sums ? reinterpret_cast<double*>(exec.workspace) : nullptr;
 }
 
+// Without tokens there are no partial sums and no workspace; the sums are 0.
 inline void store_cuda_sums(const Problem& p, const thalweg_kda_gate_bwd_args& args, const Exec& exec) {
-  if (!partials_of(p, exec)) return;
+  if (!p.head_sums && !p.channel_sums) return;
   cuda::column_sums(exec, "kda_gate sums", static_cast<const double*>(partials_of(p, exec)), cuda_sums_of(p).num_blocks,
                     p.HV * (p.K + 1), StoreSums{args.d_A_log, args.d_dt_bias, p.K});
 }

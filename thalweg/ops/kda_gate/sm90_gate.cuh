@@ -33,10 +33,23 @@ struct HeadGate {
   bool usual;
 };
 
-// log2(e) e^A_log for |A_log| up to 18 to 0.8 ulp: gates far out multiply its error by |a y|.
-__device__ inline float exponent_of(float A_log) {
-  const float high = A_log * kLog2E, n = rintf(high + 0.52876637f);  // log2(log2(e)) joins the exponent
-  const float low = fmaf(A_log, kLog2E, -high) + A_log * 1.92596299e-8f + 0.52876637f;
+// A_log of a head, as two floats: one alone would lose what float64 says, and gates far out multiply that by |a y|.
+struct RateLog {
+  float high, low;
+};
+__device__ __forceinline__ RateLog rate_log(const thalweg_tensor& A_log, int64_t hv) {
+  const int64_t at = hv * A_log.stride[0];
+  if (A_log.dtype != THALWEG_F64) return {cuda::is_there(A_log) ? cuda::load_at<float>(A_log, at) : 0.f, 0.f};
+  const double exact = static_cast<const double*>(A_log.data)[at];
+  const float high = float(exact);
+  return {high, fabsf(high) <= 176.f ? float(exact - double(high)) : 0.f};
+}
+
+// log2(e) e^A_log for |A_log| up to 18: relative error 1.2e-7.
+__device__ inline float exponent_of(RateLog A_log) {
+  const float high = A_log.high * kLog2E, n = rintf(high + 0.52876637f);  // log2(log2(e)) joins the exponent
+  const float rest = fmaf(A_log.high, 1.92596299e-8f, A_log.low * kLog2E);
+  const float low = fmaf(A_log.high, kLog2E, -high) + rest + 0.52876637f;
   const float z = ((high - n) + low) * 0.693147181f;
   float p = fmaf(z, 1.98412698e-4f, 1.38888889e-3f);
   p = fmaf(p, z, 8.33333333e-3f);
@@ -49,19 +62,19 @@ __device__ inline float exponent_of(float A_log) {
 
 template <bool kSoftplus>
 __device__ __forceinline__ HeadGate head_gate(const thalweg_tensor& A_logs, int64_t hv, float lower_bound) {
-  const float A_log = cuda::is_there(A_logs) ? cuda::load_at<float>(A_logs, hv * A_logs.stride[0]) : 0.f;
-  HeadGate gate{A_log, lower_bound, 1.f, 1.f, kLog2E, !(fabsf(A_log) > kUsualA_log)};
+  const RateLog A_log = rate_log(A_logs, hv);
+  HeadGate gate{A_log.high, lower_bound, 1.f, 1.f, kLog2E, !(fabsf(A_log.high) > kUsualA_log)};
   if (gate.usual) {
-    gate.rate = expf(A_log);
+    gate.rate = expf(A_log.high);
     if constexpr (!kSoftplus) gate.exponent = exponent_of(A_log);
     return gate;
   }
   // Past 176 every y that is not 0 saturates, and every softplus above 1e-38 overflows.
-  const float bounded = fminf(176.f, fmaxf(-176.f, A_log));
+  const float bounded = fminf(176.f, fmaxf(-176.f, A_log.high));
   gate.rate = expf(0.5f * bounded);
   if constexpr (kSoftplus) return gate;
   const float high = bounded * kLog2E;  // as two floats: an exponent near 254 has a coarse last place
-  const float low = fmaf(bounded, kLog2E, -high) + bounded * 1.92596299e-8f;
+  const float low = fmaf(bounded, kLog2E, -high) + fmaf(bounded, 1.92596299e-8f, A_log.low * kLog2E);
   const float half = floorf(0.5f * high);
   gate.scale = exp2f(half);
   gate.exponent = exp2f((high - 2.f * half) + low) * kLog2E;
@@ -118,7 +131,10 @@ struct Slopes {
 
 template <bool kSoftplus>
 __device__ __forceinline__ Slopes usual_slopes(const HeadGate& gate, float y) {
-  const float size = fabsf(y), t = cuda::approx_exp2(size * (kSoftplus ? -kLog2E : -gate.exponent));
+  const float size = fabsf(y), rate = kSoftplus ? -kLog2E : -gate.exponent, power = size * rate;
+  float t = cuda::approx_exp2(power);
+  // What rounding the product lost: the terms of d_A_log may nearly cancel.
+  if constexpr (!kSoftplus) t = fmaf(t, fmaf(size, rate, -power) * 0.693147181f, t);
   const float r = cuda::approx_reciprocal(1.f + t);
   if constexpr (kSoftplus)
     return {-gate.rate * (y < 0.f ? t * r : r), -gate.rate * fmaf(t, log1p_ratio(t), fmaxf(y, 0.f))};
