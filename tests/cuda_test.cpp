@@ -66,7 +66,8 @@ Outputs run_with(const Case& c, const std::string& field, const Values& values) 
   problem.poison_outputs();
   EXPECT_EQ(problem.call(), THALWEG_OK) << thalweg_last_error() << "\n  " << c.text();
   EXPECT_EQ(problem.check_guards(), "") << c.text();
-  EXPECT_NE(problem.report().find(": " + field + ": element "), std::string::npos) << problem.report() << "\n  " << c.text();
+  EXPECT_NE(problem.report().find(": " + field + ": element "), std::string::npos)
+      << problem.report() << "\n  " << c.text();
   Outputs outputs;
   for (const std::string& name : problem.outputs()) outputs[name] = problem.read(name);
   return outputs;
@@ -107,7 +108,8 @@ TEST_F(Cuda, SequencesBeforeAWrongBorderKeepTheirNumbers) {
     const Values got = run_with(c, "cu_seqlens", borders).at(name);
     const int axis = axis_of(*tt::find_field(*c.pass, name), "T");
     ASSERT_GE(axis, 0);
-    EXPECT_TRUE(same_bits(cut(got, axis, 0, int64_t(borders.data[1])), cut(want, axis, 0, int64_t(borders.data[1])))) << c.text();
+    EXPECT_TRUE(same_bits(cut(got, axis, 0, int64_t(borders.data[1])), cut(want, axis, 0, int64_t(borders.data[1]))))
+        << c.text();
   });
 }
 
@@ -126,6 +128,23 @@ TEST_F(Cuda, WrongSlotsTouchNoState) {
     Values slots = problem.inputs().at("write_slots");
     if (slots.data.empty()) return;
     slots.data[0] = 1e6;
+    EXPECT_TRUE(has_nan(run_with(c, "write_slots", slots))) << c.text();
+  });
+}
+
+TEST_F(Cuda, SlotsUsedTwiceGiveNaNAndAReport) {
+  for_cases_with("read_slots", 8, [&](const Case& c) {
+    Values slots = Problem(c).inputs().at("read_slots");
+    if (c.has("write_slots") || slots.data.size() < 2 || slots.data[0] < 0) return;
+    slots.data[1] = slots.data[0];  // both sequences write where they read
+    EXPECT_TRUE(has_nan(run_with(c, "read_slots", slots))) << c.text();
+  });
+  for_cases_with("write_slots", 3, [&](const Case& c) {
+    Problem problem(c);
+    Values slots = problem.inputs().at("write_slots");
+    if (c.size("T") < 2) return;
+    slots.data[1] = slots.data[0];                      // two tokens of one sequence
+    if (!cpu_refuses(c, "write_slots", slots)) return;  // neither is kept
     EXPECT_TRUE(has_nan(run_with(c, "write_slots", slots))) << c.text();
   });
 }
@@ -176,7 +195,8 @@ TEST_F(Cuda, AWorkspaceIsAskedForByItsSize) {
         ASSERT_EQ(pass->workspace(args, &ctx, &bytes), THALWEG_OK);
         if (bytes == 0) continue;
         EXPECT_EQ(pass->call(args, &ctx), THALWEG_INVALID_ARGUMENT);
-        EXPECT_NE(std::string(thalweg_last_error()).find("workspace: got none, expected " + std::to_string(bytes)), std::string::npos)
+        EXPECT_NE(std::string(thalweg_last_error()).find("workspace: got none, expected " + std::to_string(bytes)),
+                  std::string::npos)
             << thalweg_last_error();
         break;
       }
@@ -208,8 +228,9 @@ TEST(NoCuda, ReportsAreWords) {
     const thalweg_field& first = *tt::tensor_fields(*pass)[0];
     const int32_t border[4] = {1, int32_t(first.offset), 3, 90};
     ASSERT_EQ(thalweg_report_text(pass, border, text, sizeof text), THALWEG_OK);
-    EXPECT_EQ(std::string(text), tt::pass_name(*pass) + ": " + first.name +
-                                     ": element 3, got 90, expected borders from 0, never falling, up to the number of tokens");
+    EXPECT_EQ(std::string(text),
+              tt::pass_name(*pass) + ": " + first.name +
+                  ": element 3, got 90, expected borders from 0, never falling, up to the number of tokens");
     EXPECT_EQ(thalweg_report_text(pass, nullptr, text, sizeof text), THALWEG_INVALID_ARGUMENT);
     ASSERT_EQ(thalweg_report_text(pass, border, text, 5), THALWEG_OK);
     EXPECT_EQ(std::strlen(text), 4u);

@@ -11,8 +11,7 @@
 // Order    bias, then taps from the oldest input on; the same in both passes
 // Numerics float32, float64 where x or decode's pool is; states are copies
 // Traps    taps past W are skipped, not multiplied by 0: an input there may be infinite. Sequences with wrong borders
-//          get NaN, rows past the last border 0; with wrong slots NaN, and
-//          their states are left alone.
+//          get NaN, rows past the last border 0; sequences with wrong slots get NaN, and their states are left alone.
 // Measured the sm90 rows are the fast ones; see their headers
 #include <stddef.h>
 
