@@ -128,6 +128,7 @@ Problem check_bwd(const Args& a, const Sizes& sizes, Binding binding) {
   needs("d_beta", a.d_beta, "beta", a.beta);
   needs("d_A_log", a.d_A_log, "A_log", a.A_log);
   needs("d_dt_bias", a.d_dt_bias, "dt_bias", a.dt_bias);
+  p.rate_sum = present(a.d_A_log);
   return p;
 }
 

@@ -15,7 +15,7 @@ constexpr int kBwdWarps = int(kBwdThreads / 32);
 inline BatchShape bwd_batch(const Problem& p, const BwdLayout& l) {
   BatchShape s{int(l.cut.rows), int(l.gates), int(l.cut.columns), 0, 0};
   s.row = numbers_of_token(s.rows, s.gates, s.columns);
-  const int64_t fit = kBwdSmem / ((2 * s.row + kBwdWarps * l.entry) * arithmetic_bytes(p));
+  const int64_t fit = kBwdSmem / ((2 * s.row + kBwdWarps * l.entry) * bwd_arithmetic_bytes(p));
   s.tokens = fit > 8 ? 8 : fit < 1 ? 1 : int(fit);
   return s;
 }
@@ -258,7 +258,7 @@ void launch_generic_bwd(const Problem& p, const Plan& plan, const Args& a, const
 
 template <class Args>
 void cuda_generic_bwd_of(const Problem& p, const Plan& plan, const Args& a, const Exec& exec) {
-  if (p.dtype == THALWEG_F64)
+  if (bwd_in_float64(p))
     launch_generic_bwd<double>(p, plan, a, exec);
   else
     launch_generic_bwd<float>(p, plan, a, exec);

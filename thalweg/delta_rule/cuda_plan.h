@@ -45,13 +45,23 @@ struct SlotUse {
   int32_t writes;       // how many, at most 2
   int32_t first, last;  // lowest and highest sequence that reads or writes it
 };
-inline int64_t slots_workspace(const Problem& p) { return p.slots ? up_to(p.M * int64_t(sizeof(SlotUse)), 64) : 0; }
+// Never 0 with slots: a table that is there says that they are to be looked at, of a pool without any too.
+inline int64_t slots_workspace(const Problem& p) {
+  return p.slots ? up_to((p.M > 0 ? p.M : 1) * int64_t(sizeof(SlotUse)), 64) : 0;
+}
 
 // ---- Generic backward ----
 
 constexpr int64_t kBwdThreads = 256;
 constexpr int64_t kBwdPiece = 64;   // tokens between checkpoints
 constexpr int64_t kGateChunk = 32;  // rows whose gate gradients one block sums
+
+// Of float32 tensors d_A_log is float64's work too: a sum over all tokens and channels, whose terms may cancel to a
+// hundredth, and with them the digits of a float32 recurrence.
+inline bool bwd_in_float64(const Problem& p) {
+  return p.dtype == THALWEG_F64 || (p.dtype == THALWEG_F32 && p.rate_sum);
+}
+inline int64_t bwd_arithmetic_bytes(const Problem& p) { return bwd_in_float64(p) ? 8 : 4; }
 
 // Tasks are (sequence, value head, group of slices); a task takes the slices of its group one after another and adds
 // up what it finds for d_q, d_k, d_g, d_beta. One sequence more has the rows past cu_seqlens[N].
@@ -66,7 +76,7 @@ struct BwdLayout {
 inline BwdLayout bwd_layout(const Problem& p, int64_t num_sms) {
   BwdLayout l{};
   l.cut = columns_of(p, kBwdThreads);
-  const int64_t heads = p.N * p.HV, bytes = arithmetic_bytes(p), tokens = p.B * p.T;
+  const int64_t heads = p.N * p.HV, bytes = bwd_arithmetic_bytes(p), tokens = p.B * p.T;
   l.groups = heads > 0 ? parts_of(num_sms, heads) : 1;
   if (l.groups > l.cut.slices) l.groups = l.cut.slices;
   l.tasks = (heads + (p.packed ? p.HV : 0)) * l.groups;

@@ -19,6 +19,7 @@ struct Problem {
   thalweg_dtype dtype;  // of q, k, v, o
   bool packed;          // cu_seqlens is there
   bool fused;           // the norm, the gate or the sigmoid is asked for
+  bool rate_sum;        // bwd: d_A_log is wanted
   bool slots;           // decode: read_slots or write_slots are there
   bool k_contiguous;    // decode: of the state, not V
   bool aligned16;       // decode: every row of the state starts at 16 bytes

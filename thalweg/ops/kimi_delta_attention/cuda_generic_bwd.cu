@@ -18,7 +18,9 @@
 // Regs      dS and the state before the token: 2 x 16 floats (doubles for f64) a thread, 16 more for the sums over V
 // Order     sums over K: in a thread, then a butterfly; sums over V (d_q, d_k, d_g, d_beta): the columns of a warp by
 //           halving, then the warps, the slices of a group, the groups, the value heads, each in order. No atomics.
-// Numerics  float32 arithmetic and states (float64 where q is f64); d_A_log and d_dt_bias are added in float64
+// Numerics  float32 arithmetic and states (float64 where q is f64, or f32 and d_A_log is wanted, whose terms may
+// cancel);
+//           d_A_log and d_dt_bias are added in float64
 // Traps     d_A_log multiplies dg by g: 0 where dg is 0, because g may be infinite. The workspace is large: B T HV
 //           groups entries of 2 K + channels + 1 (K rounded up to 16 times a power of two), B T / 64 + N states of
 //           every value head, 64 states' slices a block.
