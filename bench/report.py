@@ -73,6 +73,8 @@ def roof_text(record):
         return "–"
     if record.get("roof") == "bf16":
         return f"bf16 products {value / 1e3:.0f} TFLOP/s"
+    if record.get("roof") == "tiles":
+        return f"bf16 tiles {value:.0f} GFLOP/s"
     if record.get("roof") == "fma":
         return f"fma {record.get('roof_isa', '')} {value:.0f} GFLOP/s"
     return f"{record.get('roof')} {value:.1f} GB/s"

@@ -34,9 +34,11 @@ endif()
 
 set(thalweg_isa_flags_avx2 -mavx2 -mfma -mf16c)
 set(thalweg_isa_flags_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
+set(thalweg_isa_flags_amx ${thalweg_isa_flags_avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
 
 # Compiles `file` once per instruction set, with THALWEG_ISA naming the namespace it exports into,
-# and adds the objects to `target`. Such a file defines nothing outside that namespace but in
+# and adds the objects to `target`. A file named *_tile_* is for amx alone, others for avx2 and avx512,
+# whose rows run on AMX machines as well. Such a file defines nothing outside that namespace but in
 # anonymous ones, so the linker cannot mix instruction sets. No contraction or other change of
 # arithmetic that the source does not ask for.
 function(thalweg_per_isa target file)
@@ -46,10 +48,14 @@ function(thalweg_per_isa target file)
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     message(FATAL_ERROR "thalweg: got processor ${CMAKE_SYSTEM_PROCESSOR}, expected x86-64")
   endif()
-  foreach(isa IN ITEMS avx2 avx512)
+  set(sets avx2 avx512)
+  if(stem MATCHES "_tile_")
+    set(sets amx)
+  endif()
+  foreach(isa IN LISTS sets)
     set(objects thalweg_${folder}_${stem}_${isa})
     add_library(${objects} OBJECT ${file})
-    if(THALWEG_SANITIZE AND NOT isa STREQUAL thalweg_watched_isa)
+    if(THALWEG_SANITIZE AND NOT isa STREQUAL thalweg_watched_isa AND NOT isa STREQUAL "amx")
       thalweg_warnings(${objects})
       target_compile_options(${objects} PRIVATE -O0)
     else()
@@ -85,7 +91,7 @@ function(thalweg_add_operator op)
       endif()
     elseif(name MATCHES "^test.*\\.cpp$")
       set_property(GLOBAL APPEND PROPERTY THALWEG_TEST_SOURCES ${file})
-    elseif(name MATCHES "^cpu_(chunk|vec|decode|flash)")
+    elseif(name MATCHES "^cpu_(chunk|vec|decode|flash|tile)")
       set_property(GLOBAL APPEND PROPERTY THALWEG_ISA_SOURCES ${file})
     else()
       set_property(GLOBAL APPEND PROPERTY THALWEG_OPERATOR_SOURCES ${file})

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures what docs/benchmarks.md shows: every @perf case, the long ones once, decode with its state in cache, pairs
 # of layouts, and Kimi delta attention beside the gated delta rule, on two threads, with AVX-512 (where the machine has
-# it) and AVX2 kernels.
+# it; beside it AMX where a pass has such a row) and AVX2 kernels.
 #
 #   scripts/bench.sh OUT.jsonl [PROCESSES [SECONDS]]     (5 processes of 1 second by default; about 15 minutes)
 #
@@ -20,7 +20,9 @@ bench() { "$tool" bench "$@" --processes "$processes" --seconds "$seconds" --jso
 main=B1,T4096,H16,HV32,K128,V128
 heads_first=q=@0213,k=@0213,v=@0213
 isas=(avx2)
-[ "$("$tool" list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)["machine"]["isa"])')" != avx512 ] || isas=(avx512 avx2)
+case "$("$tool" list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)["machine"]["isa"])')" in
+  avx512 | amx) isas=(avx512 avx2) ;;
+esac
 for isa in "${isas[@]}"; do
   echo "== $isa" >&2
   export THALWEG_ISA=$isa

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Objects compiled per instruction set hold no weak symbol, as built and at -O0: the linker could take
 # such a function from the wrong instruction set.
-#   check_objects.sh COMPILER INCLUDE... -- FILE... -- OBJECT...    (flags in FLAGS_avx2)
+#   check_objects.sh COMPILER INCLUDE... -- FILE... -- OBJECT...    (flags in FLAGS_avx2, FLAGS_amx)
 set -uo pipefail
 compiler=${1:?compiler}
 shift
@@ -24,13 +24,15 @@ check() {  # check OBJECT NAME: W, V and u are weak or unique definitions; a w o
 }
 for object in "$@"; do check "$object" "$object"; done
 for file in "${files[@]}"; do  # one set is enough here: without inlining all keep the same functions
+  isa=avx2 flags=$FLAGS_avx2
+  case "$file" in *_tile_*) isa=amx flags=$FLAGS_amx ;; esac
   # shellcheck disable=SC2086
-  if ! "$compiler" -std=c++20 -O0 $FLAGS_avx2 -DTHALWEG_ISA=avx2 "${includes[@]}" -c "$file" -o "$folder/object.o" 2>"$folder/log"; then
+  if ! "$compiler" -std=c++20 -O0 $flags "-DTHALWEG_ISA=$isa" "${includes[@]}" -c "$file" -o "$folder/object.o" 2>"$folder/log"; then
     cat "$folder/log"
     failed=1
     continue
   fi
-  check "$folder/object.o" "$file at -O0, avx2"
+  check "$folder/object.o" "$file at -O0, $isa"
 done
 echo "$checked objects"
 [ "$checked" -gt 0 ] || failed=1

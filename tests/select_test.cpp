@@ -99,14 +99,15 @@ TEST(Select, ForcedRowThatDeclinesSaysWhy) {
 }
 
 TEST(Environment, IsaIsLowered) {
-  for (const char* isa : {"portable", "avx2", "avx512"}) {
+  for (const char* isa : {"portable", "avx2", "avx512", "amx"}) {
     if (!machine_has(isa)) continue;
     ChildResult child = run_child("isa", {{"THALWEG_ISA", isa}});
     EXPECT_EQ(child.status, 0) << child.output;
     EXPECT_TRUE(child.output.starts_with(std::string("isa ") + isa + "\n")) << child.output;
     EXPECT_EQ(child.output.find("failed"), std::string::npos) << child.output;
-    std::string above = std::string(isa) == "portable" ? " avx" : std::string(isa) == "avx2" ? " avx512" : " none";
-    EXPECT_EQ(child.output.find(above), std::string::npos) << child.output;
+    const std::string all[] = {"portable", "avx2", "avx512", "amx"};
+    for (const std::string* above = std::find(std::begin(all), std::end(all), isa) + 1; above < std::end(all); ++above)
+      EXPECT_EQ(child.output.find(" " + *above + " "), std::string::npos) << child.output;
   }
 }
 
@@ -140,7 +141,7 @@ TEST(Environment, WrongNumberOfThreadsIsAnErrorThatNamesIt) {
 
 // One line per call, whose case string is a case again and is the same problem.
 TEST(Environment, VerboseLine) {
-  std::regex line("thalweg: (\\S+) \\| (\\w+) \\| (portable|avx2|avx512) \\| [0-9]+ threads \\| [0-9.]+ ms\n");
+  std::regex line("thalweg: (\\S+) \\| (\\w+) \\| (portable|avx2|avx512|amx) \\| [0-9]+ threads \\| [0-9.]+ ms\n");
   for (const thalweg_pass* pass : all_passes())
     for (const Case& c : pass_cases(*pass, {"smoke"}, 1e8)) {
       ChildResult child = run_child("call " + c.text(), {{"THALWEG_VERBOSE", "1"}});

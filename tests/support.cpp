@@ -39,7 +39,7 @@ std::string kernel_isa(const thalweg_pass& pass, const std::string& row) {
 }
 
 bool machine_has(const std::string& isa) {
-  auto rank = [](const std::string& name) { return name == "avx512" ? 2 : name == "avx2" ? 1 : 0; };
+  auto rank = [](const std::string& name) { return name == "amx" ? 3 : name == "avx512" ? 2 : name == "avx2" ? 1 : 0; };
   return rank(thalweg_cpu_isa()) >= rank(isa);
 }
 

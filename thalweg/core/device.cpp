@@ -2,6 +2,8 @@
 #include "thalweg/core/device.h"
 
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -33,23 +35,34 @@ Isa detect_isa() {
   const uint32_t kFirst = kFma | kOsxsave | kAvx | kF16c;
   if ((c & kFirst) != kFirst) return Isa::kPortable;
   const uint64_t xcr0 = read_xcr0(), kYmm = 0x6, kZmm = 0xe6;
-  uint32_t b7 = 0;
-  if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d)) return Isa::kPortable;
+  uint32_t b7 = 0, d7 = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d7)) return Isa::kPortable;
   const uint32_t kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
   if (!(b7 & kAvx2) || (xcr0 & kYmm) != kYmm) return Isa::kPortable;
   if ((b7 & kAvx512) != kAvx512 || (xcr0 & kZmm) != kZmm) return Isa::kAvx2;
-  return Isa::kAvx512;
+  const uint32_t kAmx = 1u << 22 | 1u << 24, kAvx512Bf16 = 1u << 5;  // AMX-BF16, AMX-TILE
+  const uint64_t kTiles = 0x60000;                                   // their configuration and their data
+  if ((d7 & kAmx) != kAmx || (xcr0 & kTiles) != kTiles) return Isa::kAvx512;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & kAvx512Bf16)) return Isa::kAvx512;
+  return Isa::kAmx;
+}
+
+// Linux saves tile registers for processes that ask. The answer counts for all threads, those that run already too.
+bool may_use_tiles() {
+  const long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #else
 Isa detect_isa() { return Isa::kPortable; }
+bool may_use_tiles() { return false; }
 #endif
 
 Isa lowered_isa(Isa machine) {
   const char* wanted = std::getenv("THALWEG_ISA");
   if (!wanted || !*wanted) return machine;
-  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512})
+  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAmx})
     if (!std::strcmp(wanted, isa_name(isa))) return std::min(isa, machine);
-  fail_argument("THALWEG_ISA: got %s, expected portable, avx2 or avx512", wanted);
+  fail_argument("THALWEG_ISA: got %s, expected portable, avx2, avx512 or amx", wanted);
 }
 
 constexpr long kMaxThreads = 1024;
@@ -131,6 +144,7 @@ Device read_device() {
   d.backend = THALWEG_CPU;
   d.isa_of_machine = detect_isa();
   d.isa = lowered_isa(d.isa_of_machine);
+  if (d.isa == Isa::kAmx && !may_use_tiles()) d.isa = d.isa_of_machine = Isa::kAvx512;
   d.num_cpus = usable_cpus();
   d.num_threads = default_threads(d.num_cpus);
   d.l1_bytes = cache_bytes(1, 32 << 10);
@@ -149,6 +163,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::kAvx512:
       return "avx512";
+    case Isa::kAmx:
+      return "amx";
   }
   return "unknown";
 }

@@ -9,12 +9,12 @@
 namespace thalweg {
 
 // Instruction sets in ascending order; a row needs its own or a higher one.
-enum class Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+enum class Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
 struct Device {
   thalweg_backend backend;
   Isa isa;              // what kernels may use
-  Isa isa_of_machine;   // what cpuid and XCR0 allow, before THALWEG_ISA lowers it
+  Isa isa_of_machine;   // what cpuid, XCR0 and the system allow, before THALWEG_ISA lowers it
   int64_t num_threads;  // default for a call
   int64_t num_cpus;     // that the process may run on
   int64_t l1_bytes, l2_bytes, l3_bytes;

@@ -161,7 +161,7 @@ THALWEG_API thalweg_status thalweg_report_text(const thalweg_pass* pass, const i
 THALWEG_API int32_t thalweg_abi_version(void);
 // "0.1.0"
 THALWEG_API const char* thalweg_version(void);
-// The CPU instruction set in use: "portable", "avx2", "avx512" (lowered by THALWEG_ISA).
+// The CPU instruction set in use: "portable", "avx2", "avx512", "amx" (lowered by THALWEG_ISA).
 THALWEG_API const char* thalweg_cpu_isa(void);
 // Threads a call uses by default.
 THALWEG_API int64_t thalweg_default_threads(void);

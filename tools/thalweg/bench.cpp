@@ -48,6 +48,7 @@ void finish_record(Json& r, bool verified) {
 void sample_roofs(Roofs& roofs, const testing::Work& work) {
   roofs.sample_fma();
   roofs.sample_copy();
+  if (std::string_view(work.roof) == "tiles") roofs.sample_tiles();
   if (std::string_view(work.roof) == "scale") roofs.sample_scale();
   if (std::string_view(work.roof) == "exp_log") roofs.sample_exp_log();
 }
@@ -84,14 +85,16 @@ void add_rates(Json& r, const testing::Case& c, const testing::Work& work, doubl
   std::string_view kind = work.roof;
   double peak = roofs->copy_gbs();
   if (kind == "fma") peak = roofs->fma_gflops() / (c.dtype == THALWEG_F64 ? 2 : 1);
+  if (kind == "tiles") peak = roofs->tiles_gflops();
   if (kind == "scale") peak = roofs->scale_gbs();
   if (kind == "exp_log") peak = roofs->exp_log_gbs();
-  double rate = kind == "fma" ? r["gflops"].get<double>() : r["gbs"].get<double>();
+  double rate = kind == "fma" || kind == "tiles" ? r["gflops"].get<double>() : r["gbs"].get<double>();
   r["roof_value"] = peak;
   r["roof_share"] = rate / peak;
   r["roof_isa"] = roofs->isa();
   r["fma_gflops"] = roofs->fma_gflops();
   r["copy_gbs"] = roofs->copy_gbs();
+  if (kind == "tiles") r["tiles_gflops"] = roofs->tiles_gflops();
   if (kind == "scale") r["scale_gbs"] = roofs->scale_gbs();
   if (kind == "exp_log") r["exp_log_gbs"] = roofs->exp_log_gbs();
 }
@@ -115,9 +118,11 @@ Json measure_here(const testing::Case& c, const Options& options) {
     add_device_rates(r, c, work, t.median_us);
     return r;
   }
+  const Isa needed = kernel_isa(*c.pass, runner.kernel());
+  work.roof = roof_of(work, needed);
   Isa isa;
   std::unique_ptr<Roofs> roofs;
-  if (roof_isa(kernel_isa(*c.pass, runner.kernel()), &isa)) {
+  if (roof_isa(needed, &isa)) {
     roofs = std::make_unique<Roofs>(isa, threads_of(c), work.bytes / 2, !options.warm);
     sample_roofs(*roofs, work);
   }
@@ -159,7 +164,7 @@ Json measure_pair_here(const testing::Case& a, const testing::Case& b, const Opt
 // The median over processes of every figure that can differ; spread is half the range over the median.
 Json merge(const std::vector<Json>& runs, const char* main_figure) {
   Json out = runs[0];
-  for (const char* name : {"median_us", "min_us", "gflops", "gbs", "roof_value", "roof_share", "fma_gflops", "copy_gbs", "scale_gbs", "exp_log_gbs", "against_us", "against_min_us", "ratio"}) {
+  for (const char* name : {"median_us", "min_us", "gflops", "gbs", "roof_value", "roof_share", "fma_gflops", "tiles_gflops", "copy_gbs", "scale_gbs", "exp_log_gbs", "against_us", "against_min_us", "ratio"}) {
     std::vector<double> values;
     for (const Json& r : runs)
       if (r.contains(name) && r[name].is_number()) values.push_back(r[name].get<double>());
@@ -214,6 +219,7 @@ std::string roof_text(const Json& r) {
   if (!r["roof_value"].is_number()) return "no roof measured";
   std::string kind = r["roof"];
   if (kind == "bf16") return fmt::format("bf16 products {:.1f} TFLOP/s", r["roof_value"].get<double>() * 1e-3);
+  if (kind == "tiles") return fmt::format("bf16 tiles {:.1f} GFLOP/s", r["roof_value"].get<double>());
   return fmt::format("{} {:.1f} {}", kind == "fma" ? "fma " + r["roof_isa"].get<std::string>() : kind, r["roof_value"].get<double>(), kind == "fma" ? "GFLOP/s" : "GB/s");
 }
 

@@ -7,7 +7,7 @@ void add_case_options(CLI::App& app, CaseOptions& options, bool required) {
   if (required) names->required();
   app.add_option("--threads", options.threads, "Threads of every case (default: the case's, else the library's)")->type_name("N")->check(CLI::Range(1, 1024).description(""));
   app.add_option("--isa", options.isa, "Lower the instruction set, as THALWEG_ISA does")
-      ->type_name("ISA")->check(CLI::IsMember({"portable", "avx2", "avx512"}).description("portable avx2 avx512"));
+      ->type_name("ISA")->check(CLI::IsMember({"portable", "avx2", "avx512", "amx"}).description("portable avx2 avx512 amx"));
   app.add_option("--kernel", options.kernel, "Force this kernel row, as kernel= in a case")->type_name("NAME");
   app.add_flag("--cuda", options.cuda, "Tensors on the GPU, as cuda in a case");
 }

@@ -26,7 +26,7 @@ Examples
   thalweg run gated_rms_norm.fwd --help                   its tensors and options
 
 Exit codes: 0 yes or done, 1 the answer is no (a case failed or was not verified, a table differs), 2 wrong command or input.
-Environment: THALWEG_ISA (portable, avx2, avx512) lowers the instruction set, THALWEG_NUM_THREADS,
+Environment: THALWEG_ISA (portable, avx2, avx512, amx) lowers the instruction set, THALWEG_NUM_THREADS,
 THALWEG_VERBOSE=1 prints a line per call.)";
 
 struct Subcommand {

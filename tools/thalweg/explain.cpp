@@ -33,10 +33,12 @@ void print_floor(const testing::Case& c, const testing::Work& work, const std::s
     return;
   }
   Roofs roofs(isa, threads_of(c), work.bytes / 2, true);
-  roofs.sample_fma();
+  const bool tiles = std::string_view(roof_of(work, isa)) == "tiles";
+  tiles ? roofs.sample_tiles() : roofs.sample_fma();
   roofs.sample_copy();
-  double fma_us = work.flops / roofs.fma_gflops() * 1e-3, copy_us = work.bytes / roofs.copy_gbs() * 1e-3;
-  fmt::print("roofs      {:.0f} GFLOP/s fp32 FMA ({}), {:.1f} GB/s non-temporal copy, {} threads\n", roofs.fma_gflops(), roofs.isa(),
+  const double peak = tiles ? roofs.tiles_gflops() : roofs.fma_gflops();
+  double fma_us = work.flops / peak * 1e-3, copy_us = work.bytes / roofs.copy_gbs() * 1e-3;
+  fmt::print("roofs      {:.0f} GFLOP/s {} ({}), {:.1f} GB/s non-temporal copy, {} threads\n", peak, tiles ? "bf16 tiles" : "fp32 FMA", roofs.isa(),
              roofs.copy_gbs(), threads_of(c));
   fmt::print("floor      {} arithmetic, {} memory: bound by {}\n", time_text(fma_us), time_text(copy_us), fma_us > copy_us ? "arithmetic" : "memory");
 }

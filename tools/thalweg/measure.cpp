@@ -30,7 +30,7 @@ struct RoofKernels {
   void (*exp_log)(void*, const void*, size_t);
 };
 RoofKernels kernels_of(Isa isa) {
-  if (isa == Isa::kAvx512)
+  if (isa >= Isa::kAvx512)
     return {roof::avx512::fma, roof::avx512::fma_flops_per_round, roof::avx512::copy, roof::avx512::scale, roof::avx512::exp_log};
   return {roof::avx2::fma, roof::avx2::fma_flops_per_round, roof::avx2::copy, roof::avx2::scale, roof::avx2::exp_log};
 }
@@ -112,8 +112,21 @@ Roofs::~Roofs() = default;
 void Roofs::sample_fma() {
   RoofKernels kernels = kernels_of(isa_);
   std::vector<double> sink(static_cast<size_t>(threads_));
+  sample_products(kernels.fma_flops_per_round(), &fma_, [&](int64_t t, int64_t rounds) {
+    sink[size_t(t)] = kernels.fma(rounds, 0.5f + 1e-3f * float(t), 0.25f);
+  });
+  if (!std::isfinite(sink[0])) fma_.clear();
+}
+
+void Roofs::sample_tiles() {
+  sample_products(roof::amx::tile_flops_per_round(), &tiles_, [](int64_t, int64_t rounds) { roof::amx::tiles(rounds); });
+}
+
+// kernel(thread, rounds) on all threads at once.
+void Roofs::sample_products(int64_t flops_per_round, std::vector<double>* rates,
+                            const std::function<void(int64_t, int64_t)>& kernel) {
   int64_t rounds = 20000;
-  auto body = [&](int64_t t) { sink[size_t(t)] = kernels.fma(rounds, 0.5f + 1e-3f * float(t), 0.25f); };
+  auto body = [&](int64_t t) { kernel(t, rounds); };
   double seconds = 0;
   for (int i = 0; i < 12; ++i) {  // long enough
     seconds = timed_together(threads_, body);
@@ -121,8 +134,7 @@ void Roofs::sample_fma() {
     rounds *= 2;
   }
   for (int i = 0; i < kSamples; ++i)
-    fma_.push_back(double(rounds) * double(kernels.fma_flops_per_round()) * double(threads_) / timed_together(threads_, body) * 1e-9);
-  if (!std::isfinite(sink[0])) fma_.clear();
+    rates->push_back(double(rounds) * double(flops_per_round) * double(threads_) / timed_together(threads_, body) * 1e-9);
 }
 
 void Roofs::sample_copy() { sample_streams(kernels_of(isa_).copy, &copy_); }
@@ -173,8 +185,12 @@ void Roofs::sample_scale() {
 
 bool roof_isa(Isa kernel, Isa* isa) {
   Isa machine = cpu_device().isa_of_machine;
-  *isa = kernel == Isa::kPortable ? machine : kernel;
+  *isa = kernel == Isa::kPortable ? std::min(machine, Isa::kAvx512) : kernel;
   return machine >= Isa::kAvx2 && *isa <= machine;
+}
+
+const char* roof_of(const testing::Work& work, Isa kernel) {
+  return kernel == Isa::kAmx && std::string_view(work.roof) == "fma" ? "tiles" : work.roof;
 }
 
 const DeviceRoofs& device_roofs() {

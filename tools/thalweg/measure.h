@@ -27,10 +27,12 @@ class Roofs {
   Roofs(Isa isa, int64_t threads, double scale_bytes, bool cold);
   ~Roofs();
   void sample_fma();  // adds a few samples each
+  void sample_tiles();  // of rows that need amx
   void sample_copy();
   void sample_scale();
   void sample_exp_log();
   double fma_gflops() const { return median(fma_); }
+  double tiles_gflops() const { return median(tiles_); }
   double copy_gbs() const { return median(copy_); }    // read + written
   double scale_gbs() const { return median(scale_); }  // read + written
   double exp_log_gbs() const { return median(exp_log_); }  // read + written
@@ -38,6 +40,8 @@ class Roofs {
 
  private:
   struct Buffer;
+  void sample_products(int64_t flops_per_round, std::vector<double>* rates,
+                       const std::function<void(int64_t, int64_t)>& kernel);
   void sample_streams(void (*kernel)(void*, const void*, size_t), std::vector<double>* rates);
   Isa isa_;
   std::string isa_name_;
@@ -45,12 +49,14 @@ class Roofs {
   size_t scale_bytes_;
   int64_t scale_copies_;
   std::unique_ptr<Buffer> from_, to_, scaled_;
-  std::vector<double> fma_, copy_, scale_, exp_log_;
+  std::vector<double> fma_, tiles_, copy_, scale_, exp_log_;
 };
 
-// The ISA whose peak judges a kernel row: its own; for portable rows the one in use, at least AVX2.
+// The ISA whose peak judges a kernel row: its own; for portable rows the vectors in use, at least AVX2.
 // False when the machine has neither vector ISA.
 bool roof_isa(Isa kernel, Isa* isa);
+// The roof that judges a row: the pass's, but of products in bf16 tiles where the row makes them.
+const char* roof_of(const testing::Work& work, Isa kernel);
 
 struct Timing {
   double median_us = 0, spread = 0, min_us = 0;

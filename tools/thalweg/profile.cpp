@@ -193,17 +193,19 @@ void print_summary(const testing::Case& c, const Options& options, const Json& r
   std::string memory = "non-temporal copy";
   if (roof_isa(kernel_isa(*c.pass, run["kernel"].get<std::string>()), &isa)) {
     Roofs roofs(isa, threads_of(c), work.bytes / 2, !options.warm);
-    roofs.sample_fma();
+    const bool tiles = std::string_view(roof_of(work, isa)) == "tiles";
+    tiles ? roofs.sample_tiles() : roofs.sample_fma();
     roofs.sample_copy();
+    const double peak = tiles ? roofs.tiles_gflops() : roofs.fma_gflops();
     double bandwidth = roofs.copy_gbs();
     if (options.warm || std::string_view(work.roof) == "scale") {
       roofs.sample_scale();
       bandwidth = roofs.scale_gbs();
       memory = "scale in place of its bytes";
     }
-    s.arithmetic = work.flops / us * 1e-3 / roofs.fma_gflops();
+    s.arithmetic = work.flops / us * 1e-3 / peak;
     s.memory = work.bytes / us * 1e-3 / bandwidth;
-    fmt::print("arithmetic       {:.4g} GFLOP, {:.1f} GFLOP/s, {:.0f} % of {:.0f} (fp32 FMA, {})\n", work.flops * 1e-9, work.flops / us * 1e-3, 100 * s.arithmetic, roofs.fma_gflops(), roofs.isa());
+    fmt::print("arithmetic       {:.4g} GFLOP, {:.1f} GFLOP/s, {:.0f} % of {:.0f} ({}, {})\n", work.flops * 1e-9, work.flops / us * 1e-3, 100 * s.arithmetic, peak, tiles ? "bf16 tiles" : "fp32 FMA", roofs.isa());
     fmt::print("bytes            {:.4g} MB, {:.1f} GB/s, {:.0f} % of {:.1f} ({})\n", work.bytes * 1e-6, work.bytes / us * 1e-3, 100 * s.memory, bandwidth, memory);
   }
   if (counts.count("instructions")) {

@@ -1,4 +1,4 @@
-// The machine's roofs, measured in this process: fp32 FMA, non-temporal copy, scale in place, exponentials and logarithms.
+// The machine's roofs, measured in this process: fp32 FMA, bf16 tile products, non-temporal copy, scale in place, exponentials and logarithms.
 #ifndef THALWEG_TOOLS_ROOF_H
 #define THALWEG_TOOLS_ROOF_H
 
@@ -22,6 +22,11 @@ void copy(void* to, const void* from, size_t bytes);
 void scale(void* data, size_t bytes, float factor);
 void exp_log(void* to, const void* from, size_t bytes);
 }  // namespace avx512
+// roof_tile_kernels.cpp
+namespace amx {
+void tiles(int64_t rounds);
+int64_t tile_flops_per_round();
+}  // namespace amx
 
 }  // namespace thalweg::roof
 #endif

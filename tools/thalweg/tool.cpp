@@ -33,7 +33,7 @@ Isa kernel_isa(const thalweg_pass& pass, const std::string& kernel) {
   const char* isa = nullptr;
   for (int64_t i = 0; const char* name = pass.kernel_at(i, &isa); ++i) {
     if (kernel != name) continue;
-    for (Isa each : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512})
+    for (Isa each : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAmx})
       if (std::string_view(isa) == isa_name(each)) return each;
   }
   return Isa::kPortable;
