@@ -228,6 +228,17 @@ bool plan_flash(const Problem& p, const Device&, Plan* plan, std::string* why) {
   return true;
 }
 
+template <void plan_of(const Problem&, Plan*)>
+bool plan_tile(const Problem& p, const Device&, Plan* plan, std::string* why) {
+  if (p.dtype != THALWEG_BF16) {
+    if (why) *why = std::string("needs q of bf16, got ") + thalweg_dtype_name(p.dtype);
+    return false;
+  }
+  if (!takes_flash(p, why)) return false;
+  plan_of(p, plan);
+  return true;
+}
+
 template <bool backward>
 bool plan_cuda(const Problem& p, const Device&, Plan* plan, std::string*) {
   plan->shared_bytes = lay_out_cuda(p, backward, nullptr).bytes;
@@ -236,12 +247,14 @@ bool plan_cuda(const Problem& p, const Device&, Plan* plan, std::string*) {
 
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<false>, cuda_generic_fwd},
+    {"cpu_tile_fwd_amx", THALWEG_CPU, Isa::kAmx, plan_tile<amx::plan_tile_fwd>, amx::cpu_tile_fwd},
     {"cpu_flash_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash<avx512::plan_flash_fwd>, avx512::cpu_flash_fwd},
     {"cpu_flash_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash<avx2::plan_flash_fwd>, avx2::cpu_flash_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_any<plan_generic_fwd>, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<true>, cuda_generic_bwd},
+    {"cpu_tile_bwd_amx", THALWEG_CPU, Isa::kAmx, plan_tile<amx::plan_tile_bwd>, amx::cpu_tile_bwd},
     {"cpu_flash_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash<avx512::plan_flash_bwd>, avx512::cpu_flash_bwd},
     {"cpu_flash_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash<avx2::plan_flash_bwd>, avx2::cpu_flash_bwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_any<plan_generic_bwd>, cpu_generic_bwd},

@@ -108,6 +108,7 @@ struct Carver {
     used += round_up(n * 4, 64);
     return reinterpret_cast<float*>(at);
   }
+  uint16_t* halves(int64_t n) { return reinterpret_cast<uint16_t*>(floats((n + 1) / 2)); }
 };
 
 }  // namespace

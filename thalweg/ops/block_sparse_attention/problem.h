@@ -56,6 +56,13 @@ void cpu_flash_bwd(const Problem&, const Plan&, const thalweg_block_sparse_atten
 void plan_flash_fwd(const Problem&, Plan*);
 void plan_flash_bwd(const Problem&, Plan*);
 }  // namespace avx512
+// cpu_tile_fwd.cpp, cpu_tile_bwd.cpp
+namespace amx {
+void cpu_tile_fwd(const Problem&, const Plan&, const thalweg_block_sparse_attention_fwd_args&, const Exec&);
+void cpu_tile_bwd(const Problem&, const Plan&, const thalweg_block_sparse_attention_bwd_args&, const Exec&);
+void plan_tile_fwd(const Problem&, Plan*);
+void plan_tile_bwd(const Problem&, Plan*);
+}  // namespace amx
 
 }  // namespace thalweg::block_sparse_attention
 #endif

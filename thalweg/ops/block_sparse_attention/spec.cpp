@@ -286,7 +286,12 @@ testing::Work work(const Case& c) {
 double limit(const Case& c, const std::string& output) {
   if (c.has("amp")) return 0;  // peaky: rounding of scores grows with them
   if (c.dtype == THALWEG_F64) return 2e-14;
-  switch (testing::dtype_in(c, *testing::find_field(*c.pass, output))) {
+  // Rows of bf16 products round weights and slopes to bf16, which costs what rounding the output costs, and more where
+  // the sums of all of a few elements happen to cancel. Statistics are as of other rows.
+  const thalweg_field& field = *testing::find_field(*c.pass, output);
+  if (c.kernel.starts_with("cpu_tile") && output != "d_sink" && testing::dtype_in(c, field) == THALWEG_BF16)
+    return testing::count(testing::shape_in(c, field)) < 128 ? 2.4e-2 : 8e-3;
+  switch (testing::dtype_in(c, field)) {
     case THALWEG_BF16:
       return 4e-3;
     case THALWEG_F16:

@@ -33,6 +33,12 @@ void each_row(const std::string& text, const std::function<void(const Case&)>& b
   }
 }
 
+// The same in float32 and in bf16, which rows of bf16 products take.
+void each_row_and_dtype(std::string text, const std::function<void(const Case&)>& body) {
+  each_row(text, body);
+  each_row(text.replace(text.find(":f32,"), 5, ":bf16,"), body);
+}
+
 int64_t index_of(const Values& v, int64_t b, int64_t t, int64_t h, int64_t c = 0) {
   const int64_t last = v.shape.size() > 3 ? v.shape[3] : 1;
   return ((b * v.shape[1] + t) * v.shape[2] + h) * last + c;
@@ -70,6 +76,15 @@ TEST(BlockSparseAttention, OneKeyGivesItsValueAndItsScore) {
   });
 }
 
+// P = 1 whatever the score: <d_o, v> and delta are the same sum, bit for bit.
+TEST(BlockSparseAttention, OneKeyGivesScoresNoGradient) {
+  each_row_and_dtype(std::string(kBwd) + "f32,T20,S1,H2,K40,V70,lse,d_o", [](const Case& c) {
+    const Outputs got = run(c);
+    for (const char* name : {"d_q", "d_k"})
+      for (double x : got.at(name).data) ASSERT_EQ(x, 0) << name;
+  });
+}
+
 TEST(BlockSparseAttention, EqualScoresGiveTheMeanAndTheLogOfTheCount) {
   each_row(std::string(kFwd) + "f32,T4,S30,H1,K8,block_q=4,block_k=10,mask=none,sink,lse", [](const Case& c) {
     Problem problem(c);
@@ -100,7 +115,7 @@ TEST(BlockSparseAttention, Edge15TheLogarithmIsNatural) {
 // edge 1, 2: exact zeros, written: of a query without keys, and of a key that no query sees.
 TEST(BlockSparseAttention, Edge1And2UnseenIsExactlyZero) {
   const std::string tokens = "f32,T40,S40,H2,K16,block_q=8,block_k=8,mask=dense,holes,lse";
-  each_row(kFwd + tokens, [](const Case& c) {
+  each_row_and_dtype(kFwd + tokens, [](const Case& c) {
     const Outputs got = run(c);
     for (int64_t t = 8; t < 16; ++t)
       for (int64_t h = 0; h < 2; ++h) {
@@ -108,7 +123,7 @@ TEST(BlockSparseAttention, Edge1And2UnseenIsExactlyZero) {
         for (int64_t i = 0; i < 16; ++i) EXPECT_EQ(at(got.at("o"), 0, t, h, i), 0);
       }
   });
-  each_row(kBwd + tokens + ",d_o", [](const Case& c) {
+  each_row_and_dtype(kBwd + tokens + ",d_o", [](const Case& c) {
     const Outputs got = run(c);
     for (int64_t h = 0; h < 2; ++h)
       for (int64_t i = 0; i < 16; ++i) {
@@ -126,59 +141,65 @@ TEST(BlockSparseAttention, Edge1And2UnseenIsExactlyZero) {
 TEST(BlockSparseAttention, Edge7RowsThatNobodySeesMayHoldNan) {
   for (double bad : {kNan, std::numeric_limits<double>::infinity()})
     for (const char* pass : {kFwd, kBwd})
-      each_row(std::string(pass) +
-                   "f32,T40,S40,H2,K16,block_q=8,block_k=8,mask=dense,holes,q_lens,k_lens,lens_q=33,lens_k=37,lse" +
-                   d_o(pass),
-               [&](const Case& c) {
-                 Problem problem(c);
-                 const Outputs want = run(problem);
-                 for (const char* name : {"k", "v"}) {
-                   Values values = with_rows(problem.inputs().at(name), 0, 8, bad);
-                   problem.set(name, with_rows(values, 37, 40, bad));
-                 }
-                 for (const char* name : {"q", "d_o", "o"}) {
-                   if (!problem.inputs().count(name)) continue;
-                   Values values = with_rows(problem.inputs().at(name), 8, 16, bad);
-                   problem.set(name, with_rows(values, 33, 40, bad));
-                 }
-                 problem.poison_outputs();
-                 EXPECT_EQ(first_difference(run(problem), want), "");
-               });
+      each_row_and_dtype(
+          std::string(pass) +
+              "f32,T40,S40,H2,K16,block_q=8,block_k=8,mask=dense,holes,q_lens,k_lens,lens_q=33,lens_k=37,lse" +
+              d_o(pass),
+          [&](const Case& c) {
+            Problem problem(c);
+            const Outputs want = run(problem);
+            for (const char* name : {"k", "v"}) {
+              Values values = with_rows(problem.inputs().at(name), 0, 8, bad);
+              problem.set(name, with_rows(values, 37, 40, bad));
+            }
+            for (const char* name : {"q", "d_o", "o"}) {
+              if (!problem.inputs().count(name)) continue;
+              Values values = with_rows(problem.inputs().at(name), 8, 16, bad);
+              problem.set(name, with_rows(values, 33, 40, bad));
+            }
+            problem.poison_outputs();
+            EXPECT_EQ(first_difference(run(problem), want), "");
+          });
 }
 
 // edge 7: a key that causality hides may hold NaN; a query that a key's block does not let through too.
 TEST(BlockSparseAttention, Edge7KeysThatCausalityHidesMayHoldNan) {
-  each_row(std::string(kFwd) + "f32,T40,S40,H2,K16,block_q=32,block_k=8,mask=dense,causal,lse", [](const Case& c) {
-    Problem problem(c);
-    Outputs want = run(problem);
-    for (const char* name : {"k", "v"}) problem.set(name, with_rows(problem.inputs().at(name), 13, 14, kNan));
-    problem.poison_outputs();
-    Outputs got = run(problem);
-    for (auto& [name, values] : want)
-      EXPECT_EQ(out_of_limit(c, {{name, cut(got.at(name), 1, 0, 13)}}, {{name, cut(values, 1, 0, 13)}}), "");
-    EXPECT_TRUE(std::isnan(at(got.at("o"), 0, 13, 0)));
-  });
-  each_row(std::string(kBwd) + "f32,T40,S40,H2,K16,block_q=32,block_k=8,mask=dense,causal,lse,d_o", [](const Case& c) {
-    Problem problem(c);
-    const Outputs want = run(problem);
-    const Values q = problem.inputs().at("q"), d_o = problem.inputs().at("d_o");
-    problem.set("k", with_rows(problem.inputs().at("k"), 20, 21, kNan));  // reaches the queries from 20 on
-    problem.poison_outputs();
-    Outputs got = run(problem);
-    EXPECT_EQ(out_of_limit(c, {{"d_q", cut(got.at("d_q"), 1, 0, 20)}}, {{"d_q", cut(want.at("d_q"), 1, 0, 20)}}), "");
-    problem.set("k", Problem(c).inputs().at("k"));
-    problem.set("q", with_rows(q, 9, 10, kNan)), problem.set("d_o", with_rows(d_o, 9, 10, kNan));  // reaches keys to 9
-    problem.poison_outputs();
-    got = run(problem);
-    for (const char* name : {"d_k", "d_v"})
-      EXPECT_EQ(out_of_limit(c, {{name, cut(got.at(name), 1, 10, 40)}}, {{name, cut(want.at(name), 1, 10, 40)}}), "")
-          << name;
-  });
+  each_row_and_dtype(
+      std::string(kFwd) + "f32,T40,S40,H2,K16,block_q=32,block_k=8,mask=dense,causal,lse", [](const Case& c) {
+        Problem problem(c);
+        Outputs want = run(problem);
+        for (const char* name : {"k", "v"}) problem.set(name, with_rows(problem.inputs().at(name), 13, 14, kNan));
+        problem.poison_outputs();
+        Outputs got = run(problem);
+        for (auto& [name, values] : want)
+          EXPECT_EQ(out_of_limit(c, {{name, cut(got.at(name), 1, 0, 13)}}, {{name, cut(values, 1, 0, 13)}}), "");
+        EXPECT_TRUE(std::isnan(at(got.at("o"), 0, 13, 0)));
+      });
+  each_row_and_dtype(
+      std::string(kBwd) + "f32,T40,S40,H2,K16,block_q=32,block_k=8,mask=dense,causal,lse,d_o", [](const Case& c) {
+        Problem problem(c);
+        const Outputs want = run(problem);
+        const Values q = problem.inputs().at("q"), d_o = problem.inputs().at("d_o");
+        problem.set("k", with_rows(problem.inputs().at("k"), 20, 21, kNan));  // reaches the queries from 20 on
+        problem.poison_outputs();
+        Outputs got = run(problem);
+        EXPECT_EQ(out_of_limit(c, {{"d_q", cut(got.at("d_q"), 1, 0, 20)}}, {{"d_q", cut(want.at("d_q"), 1, 0, 20)}}),
+                  "");
+        problem.set("k", Problem(c).inputs().at("k"));
+        problem.set("q", with_rows(q, 9, 10, kNan)),
+            problem.set("d_o", with_rows(d_o, 9, 10, kNan));  // reaches keys to 9
+        problem.poison_outputs();
+        got = run(problem);
+        for (const char* name : {"d_k", "d_v"})
+          EXPECT_EQ(out_of_limit(c, {{name, cut(got.at(name), 1, 10, 40)}}, {{name, cut(want.at(name), 1, 10, 40)}}),
+                    "")
+              << name;
+      });
 }
 
 // edge 27: every element of every output is written where no block is kept at all.
 TEST(BlockSparseAttention, Edge27NothingKeptWritesZeros) {
-  each_row(std::string(kBwd) + "f32,T20,S30,H4,HK2,K8,mask=none,sink,lse,d_o", [](const Case& c) {
+  each_row_and_dtype(std::string(kBwd) + "f32,T20,S30,H4,HK2,K8,mask=none,sink,lse,d_o", [](const Case& c) {
     for (const auto& [name, values] : run(c))
       for (double x : values.data) ASSERT_EQ(x, 0) << name;
   });
@@ -190,24 +211,24 @@ TEST(BlockSparseAttention, Edge27NothingKeptWritesZeros) {
 TEST(BlockSparseAttention, TheSameMaskInSmallerBlocksGivesTheSameBits) {
   for (const char* pass : {kFwd, kBwd})
     for (int64_t block_k : {8, 1})
-      each_row(std::string(pass) + "f32,T50,S100,H2,K16,block_q=16,block_k=24,mask=random:0.5,lse" + d_o(pass),
-               [&](const Case& c) {
-                 Problem coarse(c);
-                 const Outputs want = run(coarse);
-                 const int64_t NK = (100 + block_k - 1) / block_k;
-                 Problem fine(with_sizes(with(c, {{"block_k", std::to_string(block_k)}}), {{"NK", NK}}));
-                 for (const auto& [name, values] : coarse.inputs()) {
-                   if (name != "block_mask") fine.set(name, values);
-                   if (name != "block_mask") continue;
-                   Values mask{{1, 2, 4, NK}, {}};
-                   for (int64_t line = 0; line < 8; ++line)
-                     for (int64_t j = 0; j < NK; ++j)
-                       mask.data.push_back(values.data[size_t(line * 5 + j * block_k / 24)]);
-                   fine.set(name, mask);
-                 }
-                 fine.poison_outputs();
-                 EXPECT_EQ(first_difference(run(fine), want), "");
-               });
+      each_row_and_dtype(
+          std::string(pass) + "f32,T50,S100,H2,K16,block_q=16,block_k=24,mask=random:0.5,lse" + d_o(pass),
+          [&](const Case& c) {
+            Problem coarse(c);
+            const Outputs want = run(coarse);
+            const int64_t NK = (100 + block_k - 1) / block_k;
+            Problem fine(with_sizes(with(c, {{"block_k", std::to_string(block_k)}}), {{"NK", NK}}));
+            for (const auto& [name, values] : coarse.inputs()) {
+              if (name != "block_mask") fine.set(name, values);
+              if (name != "block_mask") continue;
+              Values mask{{1, 2, 4, NK}, {}};
+              for (int64_t line = 0; line < 8; ++line)
+                for (int64_t j = 0; j < NK; ++j) mask.data.push_back(values.data[size_t(line * 5 + j * block_k / 24)]);
+              fine.set(name, mask);
+            }
+            fine.poison_outputs();
+            EXPECT_EQ(first_difference(run(fine), want), "");
+          });
 }
 
 // Query heads that share a key head equal query heads that have copies of it; their gradients add up.
@@ -257,8 +278,7 @@ TEST(BlockSparseAttention, BackwardFromEitherStatistic) {
 // edge 1: -inf, +inf and NaN as L, and 0 as the sum, mark a query that sees nothing, whatever its mask says.
 TEST(BlockSparseAttention, Edge1EveryMarkOfAQueryThatSeesNothing) {
   const double infinity = std::numeric_limits<double>::infinity();
-  const std::string tokens = "f32,T20,S30,H2,K8,mask=dense,sink,d_o,d_lse";
-  each_row(kBwd + tokens + ",lse", [&](const Case& c) {
+  each_row_and_dtype(std::string(kBwd) + "f32,T20,S30,H2,K8,mask=dense,sink,lse,d_o,d_lse", [&](const Case& c) {
     Outputs first;
     for (double mark : {-infinity, infinity, kNan}) {
       Problem problem(c);
@@ -268,7 +288,7 @@ TEST(BlockSparseAttention, Edge1EveryMarkOfAQueryThatSeesNothing) {
       if (first.empty()) first = got;
       EXPECT_EQ(first_difference(got, first), "") << mark;
     }
-    Problem sums(with_kernel(tt::parse_case(kBwd + tokens + ",row_max,row_sum"), c.kernel));
+    Problem sums(with(c, {{"-lse", ""}, {"row_max", ""}, {"row_sum", ""}}));
     sums.set("row_max", with_rows(sums.inputs().at("row_max"), 3, 7, 0));
     sums.set("row_sum", with_rows(sums.inputs().at("row_sum"), 3, 7, 0));
     EXPECT_EQ(out_of_limit(c, run(sums), first), "");
@@ -279,14 +299,15 @@ TEST(BlockSparseAttention, Edge1EveryMarkOfAQueryThatSeesNothing) {
 TEST(BlockSparseAttention, Edge6RowsOfNoSequence) {
   for (const char* text : {"varlen=3+0,varlen_k=4+2,T7,S9", "T7,S9,q_lens,lens_q=3"})
     for (const char* sink : {"", ",sink"})
-      each_row(std::string(kFwd) + "f32,H3,K8,mask=dense,lse,row_max,row_sum," + text + sink, [](const Case& c) {
-        const Outputs got = run(c);
-        auto expect_all = [&](const char* name, double want) {
-          for (double x : cut(got.at(name), 1, 3, 7).data) EXPECT_EQ(x, want) << name;
-        };
-        expect_all("o", 0), expect_all("row_max", 0), expect_all("row_sum", 0);
-        expect_all("lse", -std::numeric_limits<double>::infinity());
-      });
+      each_row_and_dtype(std::string(kFwd) + "f32,H3,K8,mask=dense,lse,row_max,row_sum," + text + sink,
+                         [](const Case& c) {
+                           const Outputs got = run(c);
+                           auto expect_all = [&](const char* name, double want) {
+                             for (double x : cut(got.at(name), 1, 3, 7).data) EXPECT_EQ(x, want) << name;
+                           };
+                           expect_all("o", 0), expect_all("row_max", 0), expect_all("row_sum", 0);
+                           expect_all("lse", -std::numeric_limits<double>::infinity());
+                         });
 }
 
 // edge 21: the sink is part of L; a sink of -inf is none.
@@ -335,23 +356,24 @@ TEST(BlockSparseAttention, Edge23MaskRowsBeyondTwoToTheThirtyFirst) {
 
 // The same bits when few key heads are shared out to several tasks, for any number of threads.
 TEST(BlockSparseAttention, Edge30TheSameBitsForAnyThreadCountWithOneKeyHead) {
-  each_row(std::string(kBwd) + "f32,T300,S300,H3,HK1,K16,block_q=32,block_k=32,mask=random:0.5,sink,lse,d_o",
-           [](Case c) {
-             c.threads = 1;
-             const Outputs want = run(c);
-             for (int64_t threads : {2, 5, 16}) {
-               c.threads = threads;
-               EXPECT_EQ(first_difference(run(c), want), "") << threads << " threads";
-             }
-           });
+  each_row_and_dtype(std::string(kBwd) + "f32,T300,S300,H3,HK1,K16,block_q=32,block_k=32,mask=random:0.5,sink,lse,d_o",
+                     [](Case c) {
+                       c.threads = 1;
+                       const Outputs want = run(c);
+                       for (int64_t threads : {2, 5, 16}) {
+                         c.threads = threads;
+                         EXPECT_EQ(first_difference(run(c), want), "") << threads << " threads";
+                       }
+                     });
 }
 
 // ---- On the GPU ----
 
 TEST(BlockSparseAttention, WrongValuesOnTheGpuAreContained) {
   if (!tt::why_no_device().empty()) GTEST_SKIP() << tt::why_no_device();
-  const std::string packed = "f32,HK2,H4,K40,V33,block_q=16,block_k=16,mask=random:0.7,lse"
-                             ",varlen=20+30+14,varlen_k=30+30+30";
+  const std::string packed =
+      "f32,HK2,H4,K40,V33,block_q=16,block_k=16,mask=random:0.7,lse"
+      ",varlen=20+30+14,varlen_k=30+30+30";
   expect_borders_contained(kFwd + packed);
   expect_borders_contained(kBwd + packed + ",d_o");
 }
