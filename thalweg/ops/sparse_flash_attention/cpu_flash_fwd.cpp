@@ -21,28 +21,16 @@
 //          rows are 2 KiB for 8 K FLOPs) while their keys were copied; read where they lie, 0.63 to 0.82 of that time on a
 //          loaded machine (float32 rows in place: no gain, since rows 2 KiB apart share their sets of the L1). Rows asked
 //          for 6 keys ahead: 36.7 -> 21.8 ms with 16 heads, where the gather, waiting for memory, had taken 0.41 of it
-#include "thalweg/ops/sparse_flash_attention/cpu_flash_tiles.h"
+#include "thalweg/ops/sparse_flash_attention/cpu_flash_fwd.h"
 
 namespace thalweg::sparse_flash_attention {
 namespace {
 
-using Args = thalweg_sparse_flash_attention_fwd_args;
+struct Scratch : SoftmaxScratch {
+  float *staged, *q, *rows;
 
-struct Call {
-  const Problem& p;
-  const Plan& plan;
-  const Args& args;
-  const Inputs& in;
-  const Exec& exec;
-};
-
-struct Scratch {
-  FlashShape shape;
-  int64_t o_row;
-  int32_t *keys, *counts, *list;
-  float *staged, *q, *rows, *s, *o, *m, *l, *shrink;
-
-  Scratch(const Problem& p, char* memory) : shape(flash_shape(p, kLanes)), o_row(shape.value + 16) {
+  Scratch(const Problem& p, char* memory) {
+    shape = flash_shape(p, kLanes), o_row = shape.value + 16;
     Piece piece{memory};
     keys = piece.take<int32_t>(shape.capacity);
     counts = piece.take<int32_t>(shape.capacity);
@@ -57,57 +45,6 @@ struct Scratch {
     staged = o;  // queries before they are arranged
   }
 };
-
-// The row of no key yet: m and l of the sink alone.
-void start(const Problem& p, const Inputs& in, Scratch& x) {
-  for (int64_t h = 0; h < x.shape.heads; ++h) {
-    x.m[h] = is_there(in.sink) && h < p.H ? float_at(in.sink, h) : -infinity();
-    x.l[h] = x.m[h] == -infinity() ? 0.f : 1.f;
-  }
-  for (int64_t i = 0; i < p.H * x.o_row; ++i) x.o[i] = 0;
-}
-
-// Scores to probabilities of the tile, relative to the maxima so far.
-[[gnu::noinline]] void soften(const Scratch& x, const int32_t* counts, int64_t n) {
-  const int64_t heads = x.shape.heads;
-  for (int64_t h = 0; h < heads; h += kLanes) {
-    const vf old = load(x.m + h);
-    vf m = old;
-    for (int64_t i = 0; i < n; ++i) m = max(load(x.s + i * heads + h), m);
-    const vf base = where_greater(m, set1(-infinity()), m, m == m ? zero() : m);
-    const vf shrink = exp(old - base);
-    vf sum = load(x.l + h) * shrink;
-    for (int64_t i = 0; i < n; ++i) {
-      const vf P = set1(float(counts[i])) * exp(load(x.s + i * heads + h) - base);
-      store(x.s + i * heads + h, P);
-      sum += P;
-    }
-    store(x.m + h, m), store(x.l + h, sum), store(x.shrink + h, shrink);
-  }
-}
-
-void shrink_outputs(const Problem& p, const Scratch& x) {
-  for (int64_t h = 0; h < p.H; ++h) {
-    if (x.shrink[h] == 1) continue;
-    const vf factor = set1(x.shrink[h]);
-    for (int64_t c = 0; c < x.shape.value; c += kLanes) store(x.o + h * x.o_row + c, factor * load(x.o + h * x.o_row + c));
-  }
-}
-
-void store_outputs(const Call& call, const Scratch& x, int64_t b, int64_t t, bool used) {
-  const Problem& p = call.p;
-  const Args& args = call.args;
-  for (int64_t h = 0; h < p.H; ++h) {
-    const float l = used ? x.l[h] : 0, m = l == 0 ? 0 : x.m[h];
-    float* o = x.o + h * x.o_row;
-    const vf factor = set1(l == 0 ? 0.f : 1 / l);
-    for (int64_t c = 0; c < x.shape.value; c += kLanes) store(o + c, factor * load(o + c));
-    write_row(p.dtype, element_at(args.o, b, t, h), p.V, o);
-    put_statistic(args.lse, b, t, h, l == 0 ? -infinity() : m + __builtin_logf(l));
-    put_statistic(args.row_max, b, t, h, m);
-    put_statistic(args.row_sum, b, t, h, l);
-  }
-}
 
 // ---- few heads: keys read where they lie -------------------------------------------------------------
 //

@@ -87,6 +87,13 @@ static inline FlashShape flash_shape(const Problem& p, int64_t lanes) {
   return {padded(p.H, lanes), key, value, key + (p.latent ? 0 : value) + 16, padded(list_capacity(p), 16)};
 }
 
+// Of the row of bf16 tiles (cpu_tile_fwd.cpp).
+constexpr int64_t kListKeys = 128;  // keys that are gathered at a time
+struct TileShape {
+  int64_t depth;  // K and KR, each in whole tiles
+};
+static inline TileShape tile_shape(const Problem& p) { return {padded(p.K, 32) + padded(p.KR, 32)}; }
+
 // Of the backward: sums of gradients, terms of the sink, and what is kept of each query of a block.
 struct FlashBackward {
   int64_t head_row;     // a head's q, rope part and d_o
@@ -114,6 +121,9 @@ namespace avx512 {
 void cpu_flash_fwd(const Problem&, const Plan&, const thalweg_sparse_flash_attention_fwd_args&, const Exec&);
 void cpu_flash_bwd(const Problem&, const Plan&, const thalweg_sparse_flash_attention_bwd_args&, const Exec&);
 }  // namespace avx512
+namespace amx {
+void cpu_tile_fwd(const Problem&, const Plan&, const thalweg_sparse_flash_attention_fwd_args&, const Exec&);
+}  // namespace amx
 
 }  // namespace thalweg::sparse_flash_attention
 #endif

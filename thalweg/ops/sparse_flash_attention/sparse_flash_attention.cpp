@@ -244,6 +244,22 @@ bool plan_flash_fwd(const Problem& p, const Device&, Plan* plan, std::string* wh
   return true;
 }
 
+bool plan_tile_fwd(const Problem& p, const Device&, Plan* plan, std::string* why) {
+  constexpr int64_t kFewHeads = 8;
+  if (p.dtype != THALWEG_BF16 || p.H <= kFewHeads || p.wants_p) {
+    if (why && p.dtype != THALWEG_BF16) *why = std::string("needs q of bf16, got ") + thalweg_dtype_name(p.dtype);
+    else if (why && p.wants_p) *why = "needs no p, got p";
+    else if (why) *why = "needs H above " + std::to_string(kFewHeads) + ", got " + std::to_string(p.H);
+    return false;
+  }
+  const FlashShape x = flash_shape(p, 16);
+  const int64_t depth = tile_shape(p).depth;
+  plan->slot_bytes = pieces({x.capacity, x.capacity, 2 * p.E, x.heads * depth / 2, kListKeys * depth / 2,
+                             kListKeys * x.value / 2, x.heads * kListKeys / 2, kListKeys * x.heads,
+                             x.heads * (x.value + 16), x.heads, x.heads, x.heads});
+  return true;
+}
+
 template <int64_t lanes>
 bool plan_flash_bwd(const Problem& p, const Device&, Plan* plan, std::string* why) {
   if (!takes_flash(p, why)) return false;
@@ -267,6 +283,7 @@ bool plan_cuda(const Problem& p, const Device&, Plan* plan, std::string*) {
 
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<false>, cuda_generic_fwd},
+    {"cpu_tile_fwd_amx", THALWEG_CPU, Isa::kAmx, plan_tile_fwd, amx::cpu_tile_fwd},
     {"cpu_flash_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash_fwd<16>, avx512::cpu_flash_fwd},
     {"cpu_flash_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash_fwd<8>, avx2::cpu_flash_fwd},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic, cpu_generic_fwd},

@@ -284,7 +284,12 @@ testing::Work work(const Case& c) {
 }
 
 double limit(const Case& c, const std::string& output) {
-  const thalweg_dtype stored = testing::dtype_in(c, *testing::find_field(*c.pass, output));
+  const thalweg_field& field = *testing::find_field(*c.pass, output);
+  const thalweg_dtype stored = testing::dtype_in(c, field);
+  // A row of bf16 products rounds weights to bf16, which costs what rounding the output costs, and more where the sums of
+  // all of a few elements happen to cancel. Statistics are as of other rows.
+  if (stored == THALWEG_BF16 && c.kernel.starts_with("cpu_tile"))
+    return testing::count(testing::shape_in(c, field)) < 128 ? 2.4e-2 : 8e-3;
   if (stored == THALWEG_BF16) return 4e-3;
   // Scores of a hundred are known to 1e-5 in float32, and P with them: judged against the plain row.
   if (stored == THALWEG_F32 && c.number("x_scale", 1) > 2) return 0;
