@@ -4,6 +4,7 @@
 
 #include "thalweg/cuda/sm90/ptx.cuh"
 #include "thalweg/cuda/sm90/smem.cuh"
+#include "thalweg/cuda/sm90/tensor_map.h"
 #include "thalweg/cuda/values.cuh"
 #include "thalweg/ops/gated_delta_rule/problem.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_plan.h"
@@ -22,12 +23,18 @@ enum GateRow {
 };
 static_assert(kReadQ + 1 == kGateRows);
 
+struct Maps {
+  CUtensorMap q, k, v;
+};
+
 struct ChunkArgs {
   thalweg_tensor q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, chunk_states;
-  const cuda::Span* spans;  // null: not packed
-  char* factors;            // [slots HV kFactorBytes]
-  int* tickets;             // blocks that have started, then flags [slots HV]: factors are there; null: all are
-  int prep_blocks;          // the first blocks to start make factors
+  const cuda::Span* spans;   // null: not packed
+  char* factors;             // [slots HV kFactorBytes]
+  int* tickets;              // blocks that have started, then flags [slots HV]: factors are there; null: all are
+  int prep_blocks;           // the first blocks to start make factors
+  int pieces, piece_chunks;  // of a sequence, at most; chunks of a piece
+  float *starts, *sums;      // [N HV pieces V K]: states before a piece; [N HV pieces-1]: N [V K], M [K K] of a piece
   int64_t N, B, T, H, HV, K, V;
   int64_t every;  // tokens between chunk_states, a multiple of 64
   float scale;
@@ -90,6 +97,8 @@ __device__ inline void load_tile(uint32_t dst, const E* src, int64_t stride, int
   }
 }
 
+// The states before pieces 1 and on, in `starts` (sm90_chunk_pieces.cu).
+void launch_pieces(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exec& exec);
 // A [64 64] and gate rows of every chunk and value head (sm90_chunk_prep.cu).
 void launch_prep(const Problem& p, const ChunkArgs& a, const Exec& exec);
 

@@ -10,7 +10,9 @@
 // Takes     K = V in {64, 128}, bf16 or f16, any strides of tokens and heads, states of any dtype
 // Grid      one block a sequence, value head and 64 kSlices columns of V. Where these leave multiprocessors free, the
 //           blocks that start first make the factors, chunk by chunk, and the others wait for a flag; else a kernel
-//           before this one makes them (sm90_chunk_prep.cu).
+//           before this one makes them (sm90_chunk_prep.cu). Where they leave three quarters free and sequences are
+//           long, one block a piece of a sequence instead: two more kernels before this one find the states before
+//           the pieces (sm90_chunk_pieces.cu).
 // Groups    of 128 threads (sm90_chunk_roles.cuh): aux makes P; output makes O; one chain group for each 64 columns of
 //           V; loads (with two slices a warp of aux) fetches tiles by TMA into two rings, keys (K, V, A) and queries
 // Tile      M = 64 columns of V, everything transposed, so the state stays in the chain group's accumulators (float32)
@@ -103,24 +105,17 @@ __global__ void __launch_bounds__(Layout<KD, slices>::kThreads, 1)
     if constexpr (slices == 1)
       if (block < 0) return run_prep<E, KD, 2 + slices>(a, bytes, block + a.prep_blocks);
   }
+  const int piece = a.pieces ? block % a.pieces : 0;
+  if (a.pieces) block /= a.pieces;
   const int64_t per_head = a.V / kColumns, head = block / per_head, v0 = block % per_head * kColumns;
-  const int64_t n = head / a.HV, hv = head % a.HV, h = hv / (a.HV / a.H);
+  const int64_t n = head / a.HV, hv = head % a.HV;
   const cuda::Span span = span_of(a, n);
-  const int64_t length = span.end - span.begin;
   Work<E> work;
-  work.q = row_at<E>(a.q, a.T, span.begin, h), work.k = row_at<E>(a.k, a.T, span.begin, h);
-  work.v = row_at<E>(a.v, a.T, span.begin, hv) + v0, work.o = row_at<E>(a.o, a.T, span.begin, hv) + v0;
-  work.factors = a.factors + (first_slot(span.begin, n) * a.HV + hv) * kFactorBytes;
-  work.flags = a.tickets + kTicketInts + first_slot(span.begin, n) * a.HV + hv;
-  work.chunks = int((length + kChunk - 1) / kChunk), work.tail = int(length - (work.chunks - 1) * int64_t(kChunk));
-  work.initial = n * a.initial_state.stride[0] + hv * a.initial_state.stride[1] + v0 * a.initial_state.stride[3];
-  work.final = n * a.final_state.stride[0] + hv * a.final_state.stride[1] + v0 * a.final_state.stride[3];
-  work.checkpoint = first_checkpoint(a, span.begin, n) * a.chunk_states.stride[0] + hv * a.chunk_states.stride[1] +
-                    v0 * a.chunk_states.stride[3];
-  work.every = cuda::is_there(a.chunk_states) ? int(min(a.every / kChunk, int64_t(1) << 30)) : 0;
-  work.b = int(span.begin / a.T), work.t = int(span.begin % a.T), work.h = int(h), work.hv = int(hv);
-  work.v0 = int(v0);
-  if (!span.valid) return fill_nan(a, work, length, KD, kColumns);
+  if (!make_work(a, span, n, hv, v0, piece, work)) return;
+  if (!span.valid) {
+    if (piece == 0) fill_nan(a, work, span.end - span.begin, KD, kColumns);
+    return;
+  }
   const Roles<E, KD, slices> roles{a, maps, work, smem_address(bytes), bytes};
   if (threadIdx.x == 0) {
     const uint32_t smem = roles.smem;
@@ -190,8 +185,9 @@ template <class E, int KD, int slices>
 void launch_fwd(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exec& exec) {
   using L = Layout<KD, slices>;
   static_assert(L::kBytes <= 227 * 1024 && (2 + slices) * sizeof(PrepSmem<KD>) <= L::kBytes);
-  cuda::launch(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices>, {a.prep_blocks + p.N * p.HV * (p.V / (64 * slices))},
-               L::kThreads, L::kBytes, a, maps);
+  cuda::launch(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices>,
+               {a.prep_blocks + p.N * p.HV * (p.V / (64 * slices)) * (a.pieces ? a.pieces : 1)}, L::kThreads, L::kBytes,
+               a, maps);
 }
 
 template <class E>
@@ -204,6 +200,7 @@ void run_dtype(const Problem& p, const Plan& plan, const ChunkArgs& a, const Map
                      "clearing the flags of sm90_chunk_fwd");
   else
     launch_prep(p, a, exec);
+  if (a.pieces) launch_pieces(p, a, maps, exec);
   if (p.K == 64)
     launch_fwd<E, 64, 1>(p, a, maps, exec);
   else if (plan.values[0] == 2)
@@ -235,6 +232,12 @@ void sm90_chunk_fwd(const Problem& p, const Plan& plan, const thalweg_gated_delt
   args.spans = spans, args.factors = exec.workspace + factors_at(p);
   args.prep_blocks = int(plan.values[1]);
   if (args.prep_blocks) args.tickets = reinterpret_cast<int*>(exec.workspace + flags_at(p));
+  args.pieces = int(plan.values[2]);
+  if (args.pieces) {
+    args.piece_chunks = int(piece_chunks(p, args.pieces));
+    args.starts = reinterpret_cast<float*>(exec.workspace + starts_at(p));
+    args.sums = reinterpret_cast<float*>(exec.workspace + sums_at(p, args.pieces));
+  }
   args.N = p.N, args.B = p.B, args.T = p.T, args.H = p.H, args.HV = p.HV, args.K = p.K, args.V = p.V;
   args.every = p.every, args.scale = float(p.scale);
   args.l2norm = a.use_qk_l2norm, args.gate = a.use_gate, args.sigmoid = a.use_beta_sigmoid;

@@ -29,8 +29,22 @@ inline int64_t flags_at(const delta_rule::Problem& p) {
   return delta_rule::up_to(factors_at(p) + chunk_slots(p) * p.HV * kFactorBytes, 128);
 }
 
+// Pieces of a long sequence that run at once (sm90_chunk_pieces.cu): their start states, and what each makes of any
+// state: N [V K] and M [K K], for all but the last. K = V.
+constexpr int64_t kFewestPieces = 4, kMostPieces = 16, kFewestPieceChunks = 8;
+inline int64_t piece_chunks(const delta_rule::Problem& p, int64_t pieces) {
+  return delta_rule::parts_of(delta_rule::parts_of(p.T, kChunk), pieces);
+}
+inline int64_t starts_at(const delta_rule::Problem& p) { return delta_rule::up_to(flags_at(p) + flags_bytes(p), 128); }
+inline int64_t sums_at(const delta_rule::Problem& p, int64_t pieces) {
+  return starts_at(p) + p.N * p.HV * pieces * p.V * p.K * 4;
+}
+inline int64_t sums_end(const delta_rule::Problem& p, int64_t pieces) {
+  return sums_at(p, pieces) + p.N * p.HV * (pieces - 1) * (p.V + p.K) * p.K * 4;
+}
+
 // values[0]: blocks of 64 columns of V that one thread block takes; [1]: blocks that make factors beside the chains,
-// 0: a kernel before them does.
+// 0: a kernel before them does; [2]: pieces of a sequence, 0: whole ones.
 inline bool plan_fwd(const delta_rule::Problem& p, const Device& device, Plan* plan, std::string* why) {
   std::string reason;
   if (p.dtype != THALWEG_BF16 && p.dtype != THALWEG_F16)
@@ -46,9 +60,19 @@ inline bool plan_fwd(const delta_rule::Problem& p, const Device& device, Plan* p
   // Two blocks of columns share the tiles; apart, they use twice the multiprocessors.
   plan->values[0] = p.K == 128 && 2 * p.N * p.HV > device.num_sms ? 2 : 1;
   const int64_t chains = p.N * p.HV * (p.V / 64) / plan->values[0];
-  if (plan->values[0] == 1 && chains > 0 && chains + kFewestPrepBlocks <= device.num_sms && p.T < int64_t(1) << 30)
+  plan->shared_bytes = flags_at(p);
+  if (plan->values[0] == 2 || chains == 0 || p.T >= int64_t(1) << 30) return true;
+  // Pieces of one sequence fill the device; packed ones have lengths that only the device knows.
+  int64_t pieces = device.num_sms / chains, most = p.T / kChunk / kFewestPieceChunks;
+  if (most < pieces) pieces = most;
+  if (pieces > kMostPieces) pieces = kMostPieces;
+  if (pieces >= kFewestPieces && (!p.packed || p.N == 1)) {
+    plan->values[2] = pieces;
+    plan->shared_bytes = sums_end(p, pieces);
+  } else if (chains + kFewestPrepBlocks <= device.num_sms) {
     plan->values[1] = device.num_sms - chains;
-  plan->shared_bytes = flags_at(p) + (plan->values[1] ? flags_bytes(p) : 0);
+    plan->shared_bytes = flags_at(p) + flags_bytes(p);
+  }
   return true;
 }
 

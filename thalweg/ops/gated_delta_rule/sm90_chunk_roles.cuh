@@ -2,7 +2,6 @@
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_ROLES_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_ROLES_CUH
 
-#include "thalweg/cuda/sm90/tensor_map.h"
 #include "thalweg/cuda/sm90/wgmma.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk.cuh"
 
@@ -14,11 +13,11 @@ using namespace cuda::sm90;
 constexpr int kGroup = 128;  // threads of a warpgroup
 
 // Two rings: keys (K, V, A and gate rows, which a chain leaves early) and queries (Q, which the output group leaves
-// last).
-template <int KD, int slices>
+// last). Blocks of sm90_chunk_pieces.cu (summary) have a chain group and the ring of keys only.
+template <int KD, int slices, bool summary = false>
 struct Layout {
-  static constexpr int kKeyStages = KD == 64 ? 4 : slices == 1 ? 3 : 2, kQueryStages = kKeyStages;
-  static constexpr int kPBuffers = slices == 1 ? 2 : 1;
+  static constexpr int kKeyStages = KD == 64 ? 4 : slices == 1 ? 3 : 2, kQueryStages = summary ? 0 : kKeyStages;
+  static constexpr int kPBuffers = summary ? 0 : slices == 1 ? 2 : 1;
   // One slice: a group of its own loads. Two: registers are short, and a warp of the aux group does.
   static constexpr bool kLoadGroup = slices == 1;
   static constexpr int kThreads = kGroup * 4;
@@ -32,7 +31,7 @@ struct Layout {
   // Offsets in shared memory.
   static constexpr uint32_t kQueries = kKeyStages * kKeyBytes, kP = kQueries + kQueryStages * kTile,
                             kExchanges = kP + kPBuffers * kBlockBytes,
-                            kQueryGates = kExchanges + 2 * slices * kExchange,
+                            kQueryGates = kExchanges + (summary ? 0 : 2 * slices * kExchange),
                             kBars = kQueryGates + kQueryStages * kQueryRows;
   // Barriers, 8 bytes each.
   static constexpr uint32_t kKeysFull = kBars, kKeysEmpty = kKeysFull + 8 * kKeyStages,
@@ -42,11 +41,9 @@ struct Layout {
                             kExchangeFree = kDeltaReady + 16 * slices, kBytes = kExchangeFree + 16 * slices;
 };
 
-struct Maps {
-  CUtensorMap q, k, v;
-};
+enum class Start { kGiven, kZero, kIdentity };  // of a state: from `initial`, or made
 
-// One block's sequence and head.
+// One block's sequence, or piece of one, and head.
 template <class E>
 struct Work {
   const E *q, *k, *v;  // its first rows
@@ -57,7 +54,38 @@ struct Work {
   int chunks, tail;                    // rows of the last chunk
   int b, t, h, hv, v0;                 // its first token, heads, first column of V: places in the maps
   int every;                           // chunks between checkpoints, 0: none are kept
+  int first;                           // chunk of the sequence that is chunk 0 here
+  Start start;
+  bool given_piece;  // `initial` is an offset into a.starts
+  bool last;         // its state is the final one
 };
+
+// Piece `piece` (0 with whole sequences) of sequence n, head hv, columns of V from v0. False: there is none.
+template <class E>
+__device__ inline bool make_work(const ChunkArgs& a, const cuda::Span& span, int64_t n, int64_t hv, int64_t v0,
+                                 int piece, Work<E>& work) {
+  const int64_t length = span.end - span.begin, h = hv / (a.HV / a.H);
+  const int chunks = int((length + kChunk - 1) / kChunk), first = a.pieces ? piece * a.piece_chunks : 0;
+  if (piece > 0 && first >= chunks) return false;
+  work.first = first, work.chunks = a.pieces ? min(chunks - first, a.piece_chunks) : chunks;
+  work.last = first + work.chunks == chunks;
+  work.tail = work.last ? int(length - (chunks - 1) * int64_t(kChunk)) : kChunk;
+  const int64_t row = span.begin + int64_t(first) * kChunk, slot = first_slot(span.begin, n) + first;
+  work.q = row_at<E>(a.q, a.T, row, h), work.k = row_at<E>(a.k, a.T, row, h);
+  work.v = row_at<E>(a.v, a.T, row, hv) + v0, work.o = row_at<E>(a.o, a.T, row, hv) + v0;
+  work.factors = a.factors + (slot * a.HV + hv) * kFactorBytes;
+  work.flags = a.tickets + kTicketInts + slot * a.HV + hv;
+  work.start = Start::kGiven, work.given_piece = piece > 0;
+  work.initial = piece > 0
+                     ? (((n * a.HV + hv) * a.pieces + piece) * a.V + v0) * a.K
+                     : n * a.initial_state.stride[0] + hv * a.initial_state.stride[1] + v0 * a.initial_state.stride[3];
+  work.final = n * a.final_state.stride[0] + hv * a.final_state.stride[1] + v0 * a.final_state.stride[3];
+  work.checkpoint = first_checkpoint(a, span.begin, n) * a.chunk_states.stride[0] + hv * a.chunk_states.stride[1] +
+                    v0 * a.chunk_states.stride[3];
+  work.every = cuda::is_there(a.chunk_states) ? int(min(a.every / kChunk, int64_t(1) << 30)) : 0;
+  work.b = int(row / a.T), work.t = int(row % a.T), work.h = int(h), work.hv = int(hv), work.v0 = int(v0);
+  return true;
+}
 
 // x factor 2^exponent where `is`, else 0. Selections, never branches: the exponent is masked too.
 __device__ inline float masked(bool is, float x, float exponent, float factor) {
@@ -70,9 +98,9 @@ __device__ inline void warp_arrive(uint32_t bar) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(bar);
 }
 
-template <class E, int KD, int slices>
+template <class E, int KD, int slices, bool summary = false>
 struct Roles {
-  using L = Layout<KD, slices>;
+  using L = Layout<KD, slices, summary>;
   const ChunkArgs& a;
   const Maps& maps;
   const Work<E>& work;
@@ -123,7 +151,7 @@ struct Roles {
     const bool tma = by_tma(c);
     if (!tma) {
       copy_tile<KD>(to, work.k, a.k.stride[1], c);
-      copy_tile<64 * slices>(to + L::kV, work.v, a.v.stride[1], c);
+      if (work.start != Start::kIdentity) copy_tile<64 * slices>(to + L::kV, work.v, a.v.stride[1], c);
       cp_async_wait_all();
       fence_proxy_async();
       __syncwarp();
@@ -131,10 +159,13 @@ struct Roles {
     if (lane != 0) return;
     const char* factors = work.factors + c * (a.HV * kFactorBytes);
     const int t = work.t + c * kChunk;
-    mbarrier_arrive_expect(bar, kBlockBytes + L::kKeyRows + (tma ? L::kA : 0));
+    mbarrier_arrive_expect(bar, kBlockBytes + L::kKeyRows +
+                                    (!tma                             ? 0
+                                     : work.start == Start::kIdentity ? L::kTile
+                                                                      : L::kA));
     if (tma) {
       tensor_load_5d(to, &maps.k, 0, t, 0, work.h, work.b, bar);
-      tensor_load_5d(to + L::kV, &maps.v, 0, t, work.v0 / 64, work.hv, work.b, bar);
+      if (work.start != Start::kIdentity) tensor_load_5d(to + L::kV, &maps.v, 0, t, work.v0 / 64, work.hv, work.b, bar);
     }
     if (a.tickets)
       while (load_acquire(work.flags + c * a.HV) == 0) {
@@ -163,7 +194,10 @@ struct Roles {
   // Chunk k's keys and chunk q's queries, where there is room.
   __device__ void try_loads(int& k, int& q) const {
     if (k < work.chunks && uniform(mbarrier_test(keys_empty(k), keys_parity(k) ^ 1))) load_keys(k++);
-    if (q < k && uniform(mbarrier_test(queries_empty(q), queries_parity(q) ^ 1))) load_queries(q++);
+    if constexpr (summary)
+      q = k;
+    else if (q < k && uniform(mbarrier_test(queries_empty(q), queries_parity(q) ^ 1)))
+      load_queries(q++);
   }
   __device__ void run_loads() const {
     for (int k = 0, q = 0; q < work.chunks;) try_loads(k, q);
@@ -230,14 +264,13 @@ struct Roles {
 
   // States are read and written where the accumulators are (wgmma.cuh): once a sequence.
   template <class X>
-  __device__ void load_state_of(float (&s)[KD / 2], int slice) const {
-    const thalweg_tensor& t = a.initial_state;
-    const X* from = static_cast<const X*>(t.data) + work.initial + 2 * (lane % 4) * t.stride[2] +
-                    (64 * slice + 16 * warp + lane / 4) * t.stride[3];
+  __device__ void load_state_of(float (&s)[KD / 2], int slice, const X* from, int64_t key_stride,
+                                int64_t column_stride) const {
+    from += work.initial + 2 * (lane % 4) * key_stride + (64 * slice + 16 * warp + lane / 4) * column_stride;
 #pragma unroll
     for (int b = 0; b < KD / 8; ++b)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[4 * b + i] = float(from[(8 * b + i % 2) * t.stride[2] + i / 2 * 8 * t.stride[3]]);
+      for (int i = 0; i < 4; ++i) s[4 * b + i] = float(from[(8 * b + i % 2) * key_stride + i / 2 * 8 * column_stride]);
   }
   template <class X>
   __device__ void store_state_of(const float (&s)[KD / 2], int slice, const thalweg_tensor& t, int64_t offset) const {
@@ -249,18 +282,22 @@ struct Roles {
       for (int i = 0; i < 4; ++i) to[(8 * b + i % 2) * t.stride[2] + i / 2 * 8 * t.stride[3]] = X(s[4 * b + i]);
   }
   __device__ void load_state(float (&s)[KD / 2], int slice) const {
-    switch (a.initial_state.dtype) {
-      case THALWEG_F32:
-        return load_state_of<float>(s, slice);
-      case THALWEG_F64:
-        return load_state_of<double>(s, slice);
-      case THALWEG_BF16:
-        return load_state_of<__nv_bfloat16>(s, slice);
-      case THALWEG_F16:
-        return load_state_of<__half>(s, slice);
-    }
+    const thalweg_tensor& t = a.initial_state;
+    if (work.given_piece) return load_state_of(s, slice, static_cast<const float*>(a.starts), 1, KD);
+    if (work.start == Start::kGiven) switch (t.dtype) {
+        case THALWEG_F32:
+          return load_state_of(s, slice, static_cast<const float*>(t.data), t.stride[2], t.stride[3]);
+        case THALWEG_F64:
+          return load_state_of(s, slice, static_cast<const double*>(t.data), t.stride[2], t.stride[3]);
+        case THALWEG_BF16:
+          return load_state_of(s, slice, static_cast<const __nv_bfloat16*>(t.data), t.stride[2], t.stride[3]);
+        case THALWEG_F16:
+          return load_state_of(s, slice, static_cast<const __half*>(t.data), t.stride[2], t.stride[3]);
+      }
+    const int column = work.v0 + 64 * slice + 16 * warp + lane / 4, key = 2 * (lane % 4);
 #pragma unroll
-    for (int i = 0; i < KD / 2; ++i) s[i] = 0;
+    for (int i = 0; i < KD / 2; ++i)
+      s[i] = work.start == Start::kIdentity && column + i / 2 % 2 * 8 == key + i / 4 * 8 + i % 2 ? 1 : 0;
   }
   __device__ void store_state(const float (&s)[KD / 2], int slice, const thalweg_tensor& t, int64_t offset) const {
     switch (t.dtype) {
@@ -274,10 +311,19 @@ struct Roles {
         return store_state_of<__half>(s, slice, t, offset);
     }
   }
+  __device__ void store_sum(const float (&s)[KD / 2]) const {
+    float* to = a.sums + work.final + 2 * (lane % 4) + (16 * warp + lane / 4) * KD;
+#pragma unroll
+    for (int b = 0; b < KD / 8; ++b)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        *reinterpret_cast<float2*>(to + 8 * b + r * 8 * KD) = make_float2(s[4 * b + 2 * r], s[4 * b + 2 * r + 1]);
+  }
   // The state before chunk c, where it is kept.
   __device__ void keep_state(const float (&s)[KD / 2], int slice, int c) const {
-    if (work.every != 0 && c % work.every == 0)
-      store_state(s, slice, a.chunk_states, work.checkpoint + c / work.every * a.chunk_states.stride[0]);
+    const int chunk = work.first + c;
+    if (work.every != 0 && chunk % work.every == 0)
+      store_state(s, slice, a.chunk_states, work.checkpoint + chunk / work.every * a.chunk_states.stride[0]);
   }
 
   // W^T = V^T - X^T D(2^G rk), as operand a. V^T comes by transposing loads.
@@ -297,6 +343,11 @@ struct Roles {
   __device__ void load_V(int c, int slice, uint32_t (&v)[4][4]) const {
     // Matrices: rows j 0-7 and 8-15 of a step, each for 8 columns of V and the next 8; a[1] is 8 columns of V further.
     const uint32_t block = keys(c) + L::kV + slice * kBlockBytes;
+    if (summary && work.start == Start::kIdentity) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) v[i / 4][i % 4] = 0;
+      return;
+    }
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       ldmatrix_x4_trans(v[step], block + swizzled(16 * step + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
@@ -307,15 +358,15 @@ struct Roles {
     load_state(s, slice);
     if (work.chunks > 0)
       wait_keys(0);
-    else
+    else if constexpr (!summary)
       keep_state(s, slice, 0);
     for (int c = 0; c < work.chunks; ++c) {
-      const uint32_t to = exchange(slice, c);
+      [[maybe_unused]] const uint32_t to = exchange(slice, c);
       const uint64_t k = descriptor(keys(c)), k_rows = descriptor(keys(c), kBlockBytes),
                      A = descriptor(keys(c) + L::kA);
       uint32_t state[KD / 16][4], v[4][4], w[4][4];
       float x[32];
-      keep_state(s, slice, c);
+      if constexpr (!summary) keep_state(s, slice, c);
 #pragma unroll
       for (int step = 0; step < KD / 16; ++step)
 #pragma unroll
@@ -325,7 +376,7 @@ struct Roles {
       for (int step = 0; step < KD / 16; ++step)
         wgmma_rs_n64<E>(x, state[step], advanced(k, step / 4 * kBlockBytes + step % 4 * 32), step > 0);
       wgmma_commit();
-      auto hand_state = [&] {
+      [[maybe_unused]] auto hand_state = [&] {
         mbarrier_wait(bar(L::kExchangeFree, slice, c), (uint32_t(c / 2) & 1) ^ 1);
 #pragma unroll
         for (int step = 0; step < KD / 16; ++step)
@@ -333,7 +384,7 @@ struct Roles {
         warp_arrive(bar(L::kStateReady, slice, c));
       };
       // Beside the first product where registers are short, else beside the second, when it delays nothing.
-      if constexpr (slices > 1) hand_state();
+      if constexpr (!summary && slices > 1) hand_state();
       load_V(c, slice, v);
       wgmma_wait<0>();
       make_W(c, slice, x, v, w);
@@ -341,7 +392,7 @@ struct Roles {
 #pragma unroll
       for (int step = 0; step < 4; ++step) wgmma_rs_n64<E>(x, w[step], advanced(A, step * 32), step > 0);
       wgmma_commit();
-      if constexpr (slices == 1) hand_state();
+      if constexpr (!summary && slices == 1) hand_state();
       const float decay = exp2_fast(gates(c, kG)[kChunk - 1]);
 #pragma unroll
       for (int i = 0; i < KD / 2; ++i) s[i] *= decay;
@@ -365,15 +416,20 @@ struct Roles {
           wgmma_rs_n64<E, 1>(s, w[step], advanced(k_rows, step * 2048), true);
       }
       wgmma_commit();
+      if constexpr (!summary) {
 #pragma unroll
-      for (int step = 0; step < 4; ++step)
-        st_shared_128(to + L::kState / 4 + step * 512, v[step][0], v[step][1], v[step][2], v[step][3]);
-      warp_arrive(bar(L::kDeltaReady, slice, c));
+        for (int step = 0; step < 4; ++step)
+          st_shared_128(to + L::kState / 4 + step * 512, v[step][0], v[step][1], v[step][2], v[step][3]);
+        warp_arrive(bar(L::kDeltaReady, slice, c));
+      }
       if (c + 1 < work.chunks) wait_keys(c + 1);
       wgmma_wait<0>();
       warp_arrive(keys_empty(c));
     }
-    store_state(s, slice, a.final_state, work.final);
+    if constexpr (summary)
+      store_sum(s);
+    else if (work.last)
+      store_state(s, slice, a.final_state, work.final);
   }
 
   // ---- output ----
