@@ -202,6 +202,13 @@ TEST_F(Cuda, AWorkspaceIsAskedForByItsSize) {
       }
 }
 
+TEST_F(Cuda, PrepareLoadsEveryKernel) {
+  EXPECT_EQ(thalweg_prepare(0), THALWEG_OK) << thalweg_last_error();
+  EXPECT_EQ(thalweg_prepare(0), THALWEG_OK) << thalweg_last_error();
+  EXPECT_EQ(thalweg_prepare(-1), THALWEG_DEVICE_ERROR);
+  EXPECT_EQ(thalweg_prepare(1000), THALWEG_DEVICE_ERROR);
+}
+
 TEST(NoCuda, TensorsOnAGpuAreRefusedWithTheReason) {
   if (tt::why_no_device().empty()) GTEST_SKIP() << "this machine has a GPU";
   for (const thalweg_pass* pass : all_passes()) {

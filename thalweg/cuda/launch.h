@@ -9,6 +9,14 @@
 
 namespace thalweg::cuda {
 
+// Every file that launches kernels puts one of its own on the list by which thalweg_prepare() finds and loads all of
+// them: those of one file are one library to the driver.
+bool list_file(const void* kernel);  // returns true
+namespace {
+__global__ void kernel_of_this_file() {}
+[[maybe_unused]] const bool file_listed = list_file(reinterpret_cast<const void*>(kernel_of_this_file));
+}  // namespace
+
 struct Grid {
   int64_t x, y = 1, z = 1;
 };
