@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-REMARKS = ("C7510", "C7517", "C7518", "C7519", "C7508")  # wgmma serialised; setmaxnreg ignored
+REMARKS = re.compile(r"C75\d\d")  # products made to wait for each other (C7510, C7511, ...), setmaxnreg ignored (C7508)
 
 
 def kernels(text):
@@ -31,9 +31,8 @@ def main():
     faults, rows = [], 0
     for file in files:
         text = file.read_text()
-        for remark in REMARKS:
-            if remark in text:
-                faults.append(f"{file.name}: ptxas remark {remark}")
+        for remark in sorted(set(REMARKS.findall(text))):
+            faults.append(f"{file.name}: ptxas remark {remark}")
         for name, words in kernels(text):
             rows += 1
             stack = number(r"(\d+) bytes stack frame", words)
