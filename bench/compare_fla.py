@@ -42,6 +42,21 @@ def forward(B, T, H, HV, K, V):
     )
 
 
+def backward(B, T, H, HV, K, V):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    *inputs, state = delta_inputs(B, T, H, HV, K, V)
+    leaves = [x.requires_grad_() for x in inputs]
+    q, k, v, g, beta = leaves
+    d_o = torch.randn_like(v)
+    ours = ops.gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True)[0]
+    theirs = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)[0]
+    return (
+        lambda: torch.autograd.grad(ours, leaves, d_o, retain_graph=True)[0],
+        lambda: torch.autograd.grad(theirs, leaves, d_o, retain_graph=True)[0],
+    )
+
+
 def decode(N, HV):
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
@@ -72,6 +87,8 @@ SHAPES = {
     "gated_delta_rule.fwd 1x8192 H16/HV32": lambda: forward(1, 8192, 16, 32, 128, 128),
     "gated_delta_rule.fwd 1x8192 H2/HV8": lambda: forward(1, 8192, 2, 8, 128, 128),
     "gated_delta_rule.fwd B2 T2048 H4/HV8 K64 V64": lambda: forward(2, 2048, 4, 8, 64, 64),
+    "gated_delta_rule.bwd 1x8192 H16/HV32": lambda: backward(1, 8192, 16, 32, 128, 128),
+    "gated_delta_rule.bwd B2 T2048 H4/HV8 K64 V64": lambda: backward(2, 2048, 4, 8, 64, 64),
 }
 
 
