@@ -268,10 +268,12 @@ Case parse_case(std::string_view text) {
   throw std::invalid_argument("case '" + std::string(text) + "': pass, got '" + head + "', expected one of " + known);
 }
 
+std::string row_of(const std::string& kernel) { return kernel.substr(0, kernel.find('/')); }
+
 bool is_cuda_row(const thalweg_pass& pass, const std::string& kernel) {
   const char* isa = "";
   for (int64_t i = 0; const char* row = pass.kernel_at(i, &isa); ++i)
-    if (kernel == row) return std::string_view(isa) == "sm_90a";
+    if (row_of(kernel) == row) return std::string_view(isa) == "sm_90a";
   return false;
 }
 

@@ -44,6 +44,8 @@ Case parse_case(std::string_view text);
 // Whether the tensors of a case lie on the GPU: it says so, or its kernel is a CUDA row.
 bool on_cuda(const Case&);
 // Whether row `kernel` of the pass runs on CUDA; false when there is no such row.
+// The row of "name/choice=value", which is how a case or a context forces one.
+std::string row_of(const std::string& kernel);
 bool is_cuda_row(const thalweg_pass& pass, const std::string& kernel);
 
 // Cases named on a command line: a case string, a file of them, or @set, op@set, op.pass@set. A set's

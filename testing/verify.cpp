@@ -30,7 +30,7 @@ std::string last_row(const thalweg_pass& pass) {
 std::string isa_of(const thalweg_pass& pass, const std::string& kernel) {
   const char* isa = "";
   for (int64_t i = 0; const char* row = pass.kernel_at(i, &isa); ++i)
-    if (kernel == row) return isa;
+    if (row_of(kernel) == row) return isa;
   return "";
 }
 
@@ -108,7 +108,7 @@ void compare_outputs(Problem& problem, const Case& c, Oracle* oracle, Verdict* v
       fill_recurrence(c, oracle);
       out.limit = kTimesRecurrence * oracle->recurrence.at(name);
     }
-    if (spec_of(*c.pass).limit(c, name) < 0 && out.difference.ratio > out.limit && c.kernel != last_row(*c.pass)) {
+    if (spec_of(*c.pass).limit(c, name) < 0 && out.difference.ratio > out.limit && row_of(c.kernel) != last_row(*c.pass)) {
       fill_recurrence(c, oracle);
       out.limit = std::max(out.limit, kTimesRecurrence * oracle->recurrence.at(name));
     }

@@ -37,6 +37,43 @@ TEST(Select, ExplainNamesEveryRowOnceAndOneRuns) {
     }
 }
 
+// "row/choice=value": what a caller decides, the row does, with the same numbers; nonsense is refused by name.
+TEST(Select, ChoicesOfARowAreTheCallers) {
+  int decided = 0;
+  for (const thalweg_pass* pass : all_passes())
+    for (const std::string& row : kernel_rows(*pass)) {
+      std::string choices;
+      for (int64_t i = 0; const char* name = pass->kernel_at(i, nullptr); ++i)
+        if (row == name) choices = pass->choices_at(i);
+      for (const std::string& word : tt::split(choices, ' ')) {
+        const std::string name = word.substr(0, word.find('='));
+        std::vector<std::string> values = tt::split(word.substr(name.size() + 1), '|');
+        for (const std::string& value : values)
+          for (Case c : pass_cases(*pass, {"smoke"}, 1e9)) {
+            c.kernel = row + "/" + name + "=" + value;
+            const tt::Verdict verdict = tt::verify(c);
+            EXPECT_TRUE(verdict.passed() || verdict.status == "skipped") << c.text() << ": " << verdict.reason;
+            if (verdict.status == "skipped") continue;
+            ++decided;
+            Problem problem(c);
+            const std::string text = explained(problem, c.kernel.c_str());
+            EXPECT_NE(text.find(", " + name + " " + value), std::string::npos) << text;
+          }
+        std::vector<Case> cases = pass_cases(*pass, {"smoke"}, 1e9);
+        Problem problem(cases.at(0));
+        std::string text(4096, ' ');
+        thalweg_context ctx{};
+        for (const std::string& wrong : {name + "s=1", name, name + "=", name + "=-1", name + "=1.5", std::string("")}) {
+          const std::string forced = row + "/" + wrong;
+          ctx.kernel = forced.c_str();
+          EXPECT_EQ(pass->explain(problem.args(), &ctx, text.data(), text.size()), THALWEG_INVALID_ARGUMENT) << forced;
+          EXPECT_NE(std::string(thalweg_last_error()).find("kernel: "), std::string::npos) << thalweg_last_error();
+        }
+      }
+    }
+  EXPECT_GT(decided, 0);
+}
+
 TEST(Select, ExplainFitsAnyCapacity) {
   for (const thalweg_pass* pass : all_passes()) {
     std::vector<Case> cases = pass_cases(*pass, {"smoke"}, 1e9);

@@ -16,6 +16,8 @@ struct Plan {
   int64_t values[8];     // the kernel's own choices (tiles, pieces), named in its header
 };
 
+constexpr int64_t kFree = -1;  // in values[i] before plan(): the row decides
+
 // One call's resources. workspace holds shared_bytes, then num_slots * slot_bytes; 64-byte aligned,
 // contents undefined.
 struct Exec {

@@ -54,6 +54,71 @@ void fail_no_kernel(const thalweg_pass& pass, const char* forced, const std::str
   fail(THALWEG_INTERNAL, "%s.%s: no kernel for this problem%s", pass.op, pass.name, reasons.c_str());
 }
 
+bool names_row(const char* forced, std::string_view row) {
+  const std::string_view text = forced;
+  return text.substr(0, text.find('/')) == row;
+}
+
+namespace {
+
+// Calls body(name) for each choice of "block=4|16 stream=0|1", in order.
+template <class Body>
+void each_choice(std::string_view choices, Body&& body) {
+  while (!choices.empty()) {
+    const std::string_view word = choices.substr(0, choices.find(' '));
+    body(word.substr(0, word.find('=')));
+    choices.remove_prefix(std::min(word.size() + 1, choices.size()));
+  }
+}
+
+}  // namespace
+
+void read_choices(const thalweg_pass& pass, const char* forced, const char* row, std::string_view choices, Plan* plan) {
+  int n = 0;
+  each_choice(choices, [&](std::string_view) { plan->values[n++] = kFree; });
+  if (!forced || !names_row(forced, row)) return;
+  std::string_view text = forced;
+  text.remove_prefix(std::strlen(row));
+  while (!text.empty()) {
+    text.remove_prefix(1);  // '/'
+    const std::string_view word = text.substr(0, text.find('/'));
+    text.remove_prefix(word.size());
+    const size_t equals = word.find('=');
+    const std::string name(word.substr(0, equals)), value(equals < word.size() ? word.substr(equals + 1) : "");
+    int at = -1, i = 0;
+    each_choice(choices, [&](std::string_view each) {
+      if (each == name) at = i;
+      ++i;
+    });
+    if (at < 0)
+      fail(THALWEG_INVALID_ARGUMENT, "%s.%s: kernel: got choice '%s' of %s, expected one of '%s'", pass.op, pass.name,
+           name.c_str(), row, std::string(choices).c_str());
+    const bool whole = !value.empty() && value.size() < 19 && value.find_first_not_of("0123456789") == std::string::npos;
+    if (!whole)
+      fail(THALWEG_INVALID_ARGUMENT, "%s.%s: kernel: %s of %s, got '%s', expected a whole number from 0 on", pass.op,
+           pass.name, name.c_str(), row, value.c_str());
+    plan->values[at] = std::strtoll(value.c_str(), nullptr, 10);
+  }
+}
+
+bool decide(int64_t* value, const char* name, int64_t otherwise, int64_t low, int64_t high, std::string* why) {
+  if (*value == kFree) *value = otherwise;
+  const bool ok = *value == otherwise || (*value >= low && *value <= high);
+  if (!ok && why)
+    *why = std::string("its choice ") + name + ", got " + std::to_string(*value) + ", expected " + std::to_string(low) +
+           " to " + std::to_string(high);
+  return ok;
+}
+
+std::string choices_text(std::string_view choices, const Plan& plan) {
+  std::string text;
+  int i = 0;
+  each_choice(choices, [&](std::string_view name) {
+    text += ", " + std::string(name) + " " + std::to_string(plan.values[i++]);
+  });
+  return text;
+}
+
 char* caller_workspace(const thalweg_pass& pass, const thalweg_context& ctx, size_t bytes) {
   if (!ctx.workspace) fail_field(pass, "workspace", "got none, expected %zu bytes on the tensors' device", bytes);
   if (reinterpret_cast<uintptr_t>(ctx.workspace) % 64 != 0)

@@ -2,9 +2,10 @@
 #ifndef THALWEG_CORE_KERNEL_H
 #define THALWEG_CORE_KERNEL_H
 
-#include <array>
 #include <chrono>
+#include <iterator>
 #include <string>
+#include <string_view>
 
 #include "thalweg/core/device.h"
 #include "thalweg/core/exec.h"
@@ -22,6 +23,9 @@ struct Kernel {
   Isa isa;
   bool (*plan)(const Problem&, const Device&, Plan* plan, std::string* why);
   void (*run)(const Problem&, const Plan&, const Args&, const Exec&);
+  // What a caller may decide in its stead, values[0] and on, with what is worth trying: "block=4|16 stream=0|1".
+  // plan() then finds the caller's decision in a value, or kFree, and passes it through decide().
+  const char* choices = "";
 };
 
 // An operator's pass: its public description and what the library needs to run it.
@@ -78,9 +82,18 @@ char* caller_workspace(const thalweg_pass& pass, const thalweg_context& ctx, siz
 inline int64_t workspace_bytes(const Plan& plan) { return plan.shared_bytes + plan.num_slots * plan.slot_bytes; }
 void copy_text(const std::string& text, char* out, size_t capacity);
 
+// Whether `forced` ("name" or "name/choice=value/...") names the row.
+bool names_row(const char* forced, std::string_view row);
+// values[i] of the choices of a row: what `forced` says, when it names the row, else kFree. Throws when it says nonsense.
+void read_choices(const thalweg_pass& pass, const char* forced, const char* row, std::string_view choices, Plan* plan);
+// The value of a choice: `otherwise` where the caller left it free. False, with the reason, when it is not in [low, high].
+bool decide(int64_t* value, const char* name, int64_t otherwise, int64_t low, int64_t high, std::string* why);
+// ", block 4, stream 1": what a plan chose.
+std::string choices_text(std::string_view choices, const Plan& plan);
+
 template <class Problem, class Args>
-bool accepts(const Kernel<Problem, Args>& row, const Problem& problem, const Device& device, int64_t threads,
-             Plan* plan, std::string* why) {
+bool accepts(const Pass<Problem, Args>& pass, const Kernel<Problem, Args>& row, const Problem& problem,
+             const Device& device, const thalweg_context& ctx, Plan* plan, std::string* why) {
   if (row.backend != device.backend) {
     if (why) *why = row.backend == THALWEG_CUDA ? "needs CUDA tensors, got CPU tensors" : "needs CPU tensors, got CUDA tensors";
     return false;
@@ -90,7 +103,8 @@ bool accepts(const Kernel<Problem, Args>& row, const Problem& problem, const Dev
     return false;
   }
   *plan = Plan{};
-  plan->num_slots = threads;
+  plan->num_slots = ctx.num_threads;
+  read_choices(*pass.info, ctx.kernel, row.name, row.choices, plan);
   return row.plan(problem, device, plan, why);
 }
 
@@ -100,16 +114,16 @@ const Kernel<Problem, Args>& select(const Pass<Problem, Args>& pass, const Probl
                                     const thalweg_context& ctx, Plan* plan) {
   for (int64_t i = 0; i < pass.num_kernels; ++i) {
     const auto& row = pass.kernels[i];
-    if (ctx.kernel && std::string_view(ctx.kernel) != row.name) continue;
-    if (accepts(row, problem, device, ctx.num_threads, plan, static_cast<std::string*>(nullptr))) return row;
+    if (ctx.kernel && !names_row(ctx.kernel, row.name)) continue;
+    if (accepts(pass, row, problem, device, ctx, plan, nullptr)) return row;
   }
   std::string reasons;
   bool known = false;
   for (int64_t i = 0; i < pass.num_kernels; ++i) {
     const auto& row = pass.kernels[i];
-    if (ctx.kernel && std::string_view(ctx.kernel) != row.name) continue;
+    if (ctx.kernel && !names_row(ctx.kernel, row.name)) continue;
     std::string why;
-    accepts(row, problem, device, ctx.num_threads, plan, &why);
+    accepts(pass, row, problem, device, ctx, plan, &why);
     reasons += std::string("\n  ") + row.name + ": " + why;
     known = true;
   }
@@ -175,17 +189,19 @@ thalweg_status explain_pass(const Pass<Problem, Args>& pass, const void* caller_
     bool chosen = false, known = false;
     for (int64_t i = 0; i < pass.num_kernels; ++i) {
       const auto& row = pass.kernels[i];
-      known = known || (call.ctx.kernel && std::string_view(call.ctx.kernel) == row.name);
+      const bool forced = call.ctx.kernel && names_row(call.ctx.kernel, row.name);
+      known = known || forced;
       Plan plan;
       std::string why;
-      bool ok = accepts(row, call.problem, device, call.ctx.num_threads, &plan, &why);
-      bool runs = ok && !chosen && (!call.ctx.kernel || std::string_view(call.ctx.kernel) == row.name);
+      bool ok = accepts(pass, row, call.problem, device, call.ctx, &plan, &why);
+      bool runs = ok && !chosen && (!call.ctx.kernel || forced);
       text += std::string(row.name) + ": " + (runs ? "runs" : ok ? "accepts" : why);
       if (runs) {
         text += ", workspace " + std::to_string(workspace_bytes(plan)) + " bytes (" +
                 std::to_string(plan.shared_bytes) + " shared + " + std::to_string(plan.num_slots) + " slots x " +
                 std::to_string(plan.slot_bytes) + "), values";
         for (int64_t value : plan.values) text += " " + std::to_string(value);
+        text += choices_text(row.choices, plan);
       }
       text += "\n";
       chosen = chosen || runs;
@@ -202,7 +218,12 @@ const char* kernel_name_at(const Pass<Problem, Args>& pass, int64_t i, const cha
   return pass.kernels[i].name;
 }
 
-// The four functions of a pass's row in the pass table.
+template <class Problem, class Args>
+const char* choices_of(const Pass<Problem, Args>& pass, int64_t i) {
+  return i < 0 || i >= pass.num_kernels ? nullptr : pass.kernels[i].choices;
+}
+
+// The functions of a pass's row in the pass table.
 template <const auto& pass>
 struct Entry {
   static thalweg_status call(const void* args, const thalweg_context* ctx) { return call_pass(pass, args, ctx); }
@@ -213,21 +234,16 @@ struct Entry {
     return explain_pass(pass, args, ctx, text, capacity);
   }
   static const char* kernel_at(int64_t i, const char** isa) { return kernel_name_at(pass, i, isa); }
+  static const char* choices_at(int64_t i) { return choices_of(pass, i); }
 };
 
 // A row of the pass table: pass_row<kFwd, Args>("short_conv", "fwd", doc, kFwdFields, refused).
-template <const auto& pass, class Args, int64_t num_fields>
-constexpr thalweg_pass pass_row(const char* op, const char* name, const char* doc,
-                                const thalweg_field (&fields)[num_fields], const char* refused) {
+template <const auto& pass, class Args, class Fields>
+constexpr thalweg_pass pass_row(const char* op, const char* name, const char* doc, const Fields& fields,
+                                const char* refused) {
   using E = Entry<pass>;
-  return {op, name, doc, fields, num_fields, sizeof(Args), E::call, E::workspace, E::explain, E::kernel_at, refused};
-}
-template <const auto& pass, class Args, size_t num_fields>
-constexpr thalweg_pass pass_row(const char* op, const char* name, const char* doc,
-                                const std::array<thalweg_field, num_fields>& fields, const char* refused) {
-  using E = Entry<pass>;
-  return {op,      name,         doc,        fields.data(), int64_t(num_fields), sizeof(Args),
-          E::call, E::workspace, E::explain, E::kernel_at,  refused};
+  return {op,      name,         doc,        std::data(fields), int64_t(std::size(fields)), sizeof(Args),
+          E::call, E::workspace, E::explain, E::kernel_at,      E::choices_at,              refused};
 }
 
 }  // namespace thalweg

@@ -81,7 +81,8 @@ typedef struct thalweg_context {
   int64_t num_threads THALWEG_INIT(0);
   thalweg_parallel_for parallel_for THALWEG_INIT(nullptr);  // a host's own threads; NULL: the library's pool
   void* pool THALWEG_INIT(nullptr);                         // handed to parallel_for
-  const char* kernel THALWEG_INIT(nullptr);                 // forces a kernel by name, for tests and benchmarks
+  // Forces a kernel by name, for tests and benchmarks; "name/block=4" decides a choice of that row (choices_at) too.
+  const char* kernel THALWEG_INIT(nullptr);
   // 64-byte aligned, no tensor's memory, on the tensors' device. NULL: on the CPU the thread's arena, on CUDA an error
   // unless the size is 0.
   void* workspace THALWEG_INIT(nullptr);
@@ -139,6 +140,8 @@ typedef struct thalweg_pass {
   thalweg_status (*explain)(const void* args, const thalweg_context* ctx, char* text, size_t capacity);
   // Name of kernel row i in order of preference, NULL past the end; `isa` gets what it needs.
   const char* (*kernel_at)(int64_t i, const char** isa);
+  // What a caller may decide in that row's stead, with values worth trying: "block=4|16 stream=0|1", "" for nothing.
+  const char* (*choices_at)(int64_t i);
   // What FLA accepts and this pass refuses: "name: reason; name: reason". Tools and bindings quote it.
   const char* refused;
 } thalweg_pass;

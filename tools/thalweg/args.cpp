@@ -96,6 +96,14 @@ std::string explain_text(const testing::Case& c) {
   return text.data();
 }
 
+std::string running_kernel(const std::string& text) {
+  for (const std::string& line : words(text, '\n')) {
+    const size_t colon = line.find(": runs");
+    if (colon != std::string::npos) return line.substr(0, colon);
+  }
+  return "";
+}
+
 size_t workspace_of(const testing::Case& c) {
   Args args(c);
   thalweg_context ctx = context_of(c);

@@ -29,6 +29,8 @@ class Args {
 
 // What pass.explain says about a case, and the workspace its kernel asks for.
 std::string explain_text(const testing::Case& c);
+// The row that runs, by such a text.
+std::string running_kernel(const std::string& text);
 size_t workspace_of(const testing::Case& c);
 // "name: reason; name: reason" of pass.refused: the reason, or "".
 std::string refusal(const thalweg_pass& pass, const std::string& name);

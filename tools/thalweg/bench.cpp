@@ -9,6 +9,7 @@
 #include "tools/thalweg/args.h"
 #include "tools/thalweg/cases.h"
 #include "tools/thalweg/measure.h"
+#include "tools/thalweg/sweep.h"
 
 namespace thalweg::tool {
 namespace {
@@ -17,8 +18,8 @@ struct Options {
   CaseOptions cases;
   std::vector<std::string> pair;
   std::string json;
-  bool warm = false, child = false;
-  double seconds = 3;
+  bool warm = false, child = false, sweep = false;
+  double seconds = 3, limit = 120;
   int64_t processes = 1;
 };
 
@@ -309,6 +310,14 @@ int bench(const Options& options) {
   return refused ? kNegative : kOk;
 }
 
+int sweep(const Options& options) {
+  if (!options.pair.empty()) throw UsageError("--sweep: got --pair beside it, expected cases alone");
+  if (options.processes != 1) throw UsageError("--sweep: got --processes beside it, expected one process a choice");
+  Sweep sweep{options.json, options.limit, {"--seconds", fmt::format("{}", options.seconds)}};
+  if (options.warm) sweep.bench_options.push_back("--warm");
+  return run_sweep(cases_of(options.cases), sweep);
+}
+
 // "" or what is wrong, as CLI::App::check has it; it says the option's name.
 std::string check_seconds(const std::string& text) {
   char* end = nullptr;
@@ -335,9 +344,11 @@ Action add_bench(CLI::App& app) {
   app.add_flag("--warm", options->warm, "One copy of the tensors, warm in cache");
   app.add_option("--seconds", options->seconds, "Time limit of a case; ends earlier when the spread is below 1 % (default 3)")->type_name("S")->check(check_seconds);
   app.add_option("--processes", options->processes, "Median over so many runs of this program (default 1)")->type_name("N")->check(CLI::Range(1, 1000).description(""));
+  app.add_flag("--sweep", options->sweep, "Every combination of the choices that the case's kernel declares (thalweg list), each in a process of its own");
+  app.add_option("--limit", options->limit, "--sweep: seconds that one combination may take, verification included (default 120)")->type_name("S")->check(check_seconds);
   app.add_flag("--child", options->child)->group("");  // one of --processes: the parent verified
   app.footer(kFooter);
-  return [options] { return bench(*options); };
+  return [options] { return options->sweep ? sweep(*options) : bench(*options); };
 }
 
 }  // namespace thalweg::tool

@@ -8,7 +8,7 @@ void add_case_options(CLI::App& app, CaseOptions& options, bool required) {
   app.add_option("--threads", options.threads, "Threads of every case (default: the case's, else the library's)")->type_name("N")->check(CLI::Range(1, 1024).description(""));
   app.add_option("--isa", options.isa, "Lower the instruction set, as THALWEG_ISA does")
       ->type_name("ISA")->check(CLI::IsMember({"portable", "avx2", "avx512", "amx"}).description("portable avx2 avx512 amx"));
-  app.add_option("--kernel", options.kernel, "Force this kernel row, as kernel= in a case")->type_name("NAME");
+  app.add_option("--kernel", options.kernel, "Force this kernel row, as kernel= in a case; NAME/block=4 decides a choice of it (thalweg list)")->type_name("NAME");
   app.add_flag("--cuda", options.cuda, "Tensors on the GPU, as cuda in a case");
 }
 
@@ -17,7 +17,7 @@ namespace {
 void check_kernel(const testing::Case& c) {
   std::string names;
   for (int64_t i = 0; const char* name = c.pass->kernel_at(i, nullptr); ++i) {
-    if (c.kernel == name) return;
+    if (testing::row_of(c.kernel) == name) return;
     names += std::string(" ") + name;
   }
   throw UsageError(pass_name(*c.pass) + ": kernel, got " + c.kernel + ", expected one of:" + names);

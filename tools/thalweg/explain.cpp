@@ -9,14 +9,6 @@ namespace thalweg::tool {
 namespace {
 
 // "name: runs …" is how the library marks the row that runs.
-std::string running_kernel(const std::string& text) {
-  for (const std::string& line : words(text, '\n')) {
-    size_t colon = line.find(": runs");
-    if (colon != std::string::npos) return line.substr(0, colon);
-  }
-  return "";
-}
-
 void print_floor(const testing::Case& c, const testing::Work& work, const std::string& kernel) {
   if (testing::on_cuda(c)) {
     const DeviceRoofs& roofs = device_roofs();

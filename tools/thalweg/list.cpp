@@ -16,7 +16,7 @@ Json kernels_json(const thalweg_pass& pass) {
   for (int64_t i = 0; const char* name = pass.kernel_at(i, &isa); ++i) {
     const bool cuda = testing::is_cuda_row(pass, name), gpu = testing::why_no_device().empty();
     const Isa needed = kernel_isa(pass, name);
-    out.push_back({{"kernel", name}, {"backend", cuda ? "cuda" : "cpu"}, {"isa", isa},
+    out.push_back({{"kernel", name}, {"backend", cuda ? "cuda" : "cpu"}, {"isa", isa}, {"choices", pass.choices_at(i)},
                    {"runs", cuda ? gpu : needed <= cpu_device().isa},
                    {"machine_has_isa", cuda ? gpu : needed <= cpu_device().isa_of_machine}});
   }
@@ -51,7 +51,9 @@ void print_list() {
     fmt::print("  {:<8}{}\n", pass->name, pass->doc);
     for (const Json& row : kernels_json(*pass)) {
       const char* note = row["runs"] ? "" : row["machine_has_isa"] ? "not used: THALWEG_ISA lowers it" : "not on this machine";
-      fmt::print("    {:<28}{:<10}{}\n", row["kernel"].get<std::string>(), row["isa"].get<std::string>(), note);
+      const std::string choices = row["choices"];
+      fmt::print("    {:<28}{:<10}{}{}\n", row["kernel"].get<std::string>(), row["isa"].get<std::string>(),
+                 choices.empty() ? "" : "(" + choices + ") ", note);
     }
   }
   fmt::print("\nKernels stand best first; the first that takes a problem runs it (thalweg explain CASE).\n");

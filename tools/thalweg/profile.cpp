@@ -107,7 +107,7 @@ std::vector<std::string> hardware_events(std::string* why) {
   int code = 0;
   std::string text;
   try {
-    text = run_program({"perf", "stat", "-x,", "-e", list, "--", "true"}, &code, true);
+    text = run_program({"perf", "stat", "-x,", "-e", list, "--", "true"}, &code, {.errors = true});
   } catch (const UsageError&) {
     *why = "perf is not installed (Debian: apt-get install linux-perf)";
     return {};
@@ -149,8 +149,8 @@ std::string sample_functions(const testing::Case& c, const Options& options, con
   std::vector<std::string> args{"perf", "record", "-q", "-F", "2000", "-e", event, "-o", data, "-D", "-1", "--control", "fifo:" + fifo, "--"};
   for (auto& a : loop_args(c, options, fifo)) args.push_back(a);
   int code = 0;
-  run_program(args, &code, true);
-  return run_program({"perf", "report", "-i", data, "--stdio", "-q", "--percent-limit", "1", "-F", "overhead,dso,symbol", "-w", "8,20,140"}, &code, false);
+  run_program(args, &code, {.errors = true});
+  return run_program({"perf", "report", "-i", data, "--stdio", "-q", "--percent-limit", "1", "-F", "overhead,dso,symbol", "-w", "8,20,140"}, &code);
 }
 
 void print_functions(const std::string& report, const std::string& event) {

@@ -2,17 +2,23 @@
 #include "tools/thalweg/tool.h"
 
 #include <fmt/format.h>
+#include <poll.h>
+#include <signal.h>
 #include <spawn.h>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iostream>
+
+#include "testing/testing.h"
 
 extern char** environ;
 
@@ -32,7 +38,7 @@ const thalweg_pass& find_pass(const std::string& name) {
 Isa kernel_isa(const thalweg_pass& pass, const std::string& kernel) {
   const char* isa = nullptr;
   for (int64_t i = 0; const char* name = pass.kernel_at(i, &isa); ++i) {
-    if (kernel != name) continue;
+    if (testing::row_of(kernel) != name) continue;
     for (Isa each : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAmx})
       if (std::string_view(isa) == isa_name(each)) return each;
   }
@@ -148,7 +154,7 @@ void Progress::clear() {
   shown_ = false;
 }
 
-std::string run_program(const std::vector<std::string>& args, int* exit_code, bool all) {
+std::string run_program(const std::vector<std::string>& args, int* exit_code, const RunOptions& options) {
   std::vector<char*> argv;
   for (const auto& a : args) argv.push_back(const_cast<char*>(a.c_str()));
   argv.push_back(nullptr);
@@ -157,7 +163,7 @@ std::string run_program(const std::vector<std::string>& args, int* exit_code, bo
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, ends[1], 1);
-  if (all) posix_spawn_file_actions_adddup2(&actions, ends[1], 2);
+  if (options.errors) posix_spawn_file_actions_adddup2(&actions, ends[1], 2);
   posix_spawn_file_actions_addclose(&actions, ends[0]);
   posix_spawn_file_actions_addclose(&actions, ends[1]);
   pid_t pid = 0;
@@ -167,8 +173,19 @@ std::string run_program(const std::vector<std::string>& args, int* exit_code, bo
   std::string out;
   if (error == 0) {
     char buffer[4096];
-    for (ssize_t n; (n = ::read(ends[0], buffer, sizeof buffer)) > 0 || (n < 0 && errno == EINTR);)
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(options.seconds);
+    for (;;) {
+      const double left = std::chrono::duration<double>(end - std::chrono::steady_clock::now()).count();
+      pollfd ready{ends[0], POLLIN, 0};
+      const int events = ::poll(&ready, 1, options.seconds > 0 ? std::max(0, int(std::min(left, 1e6) * 1000)) : -1);
+      if (events == 0) {
+        ::kill(pid, SIGKILL);
+        break;
+      }
+      const ssize_t n = events < 0 ? -1 : ::read(ends[0], buffer, sizeof buffer);
       if (n > 0) out.append(buffer, size_t(n));
+      else if (n == 0 || errno != EINTR) break;
+    }
   }
   ::close(ends[0]);
   if (error != 0) throw UsageError(args[0] + ": cannot be started: " + std::strerror(error));
@@ -179,14 +196,14 @@ std::string run_program(const std::vector<std::string>& args, int* exit_code, bo
   return out;
 }
 
-std::string run_self(const std::vector<std::string>& args, int* exit_code) {
+std::string run_self(const std::vector<std::string>& args, int* exit_code, const RunOptions& options) {
   std::vector<std::string> full{"/proc/self/exe"};
   full.insert(full.end(), args.begin(), args.end());
   // The link is resolved here: in the child it would mean the child.
   char path[4096];
   ssize_t n = ::readlink("/proc/self/exe", path, sizeof path - 1);
   if (n > 0) full[0] = std::string(path, size_t(n));
-  return run_program(full, exit_code);
+  return run_program(full, exit_code, options);
 }
 
 }  // namespace thalweg::tool

@@ -102,9 +102,13 @@ class Progress {
 
 // Starts this program again with `args` and returns what it printed; stderr passes through.
 // UsageError when it could not be started; `exit_code` as a shell has it.
-std::string run_self(const std::vector<std::string>& args, int* exit_code);
-// The same for another program found by PATH. `all` takes stderr too.
-std::string run_program(const std::vector<std::string>& args, int* exit_code, bool all = false);
+struct RunOptions {
+  bool errors = false;  // returns what it printed on stderr too
+  double seconds = 0;   // kills it after so long (exit code 137); 0: never
+};
+std::string run_self(const std::vector<std::string>& args, int* exit_code, const RunOptions& options = {});
+// The same for another program found by PATH.
+std::string run_program(const std::vector<std::string>& args, int* exit_code, const RunOptions& options = {});
 
 }  // namespace thalweg::tool
 #endif

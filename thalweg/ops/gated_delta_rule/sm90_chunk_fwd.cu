@@ -203,7 +203,7 @@ void run_dtype(const Problem& p, const Plan& plan, const ChunkArgs& a, const Map
   if (a.pieces) launch_pieces(p, a, maps, exec);
   if (p.K == 64)
     launch_fwd<E, 64, 1>(p, a, maps, exec);
-  else if (plan.values[0] == 2)
+  else if (plan.values[kColumnBlocks] == 2)
     launch_fwd<E, 128, 2>(p, a, maps, exec);
   else
     launch_fwd<E, 128, 1>(p, a, maps, exec);
@@ -230,9 +230,9 @@ void sm90_chunk_fwd(const Problem& p, const Plan& plan, const thalweg_gated_delt
   args.A_log = a.A_log, args.dt_bias = a.dt_bias;
   args.initial_state = a.initial_state, args.final_state = a.final_state, args.chunk_states = a.chunk_states;
   args.spans = spans, args.factors = exec.workspace + factors_at(p);
-  args.prep_blocks = int(plan.values[1]);
+  args.prep_blocks = int(plan.values[kPrepBlocks]);
   if (args.prep_blocks) args.tickets = reinterpret_cast<int*>(exec.workspace + flags_at(p));
-  args.pieces = int(plan.values[2]);
+  args.pieces = int(plan.values[kPieces]);
   if (args.pieces) {
     args.piece_chunks = int(piece_chunks(p, args.pieces));
     args.starts = reinterpret_cast<float*>(exec.workspace + starts_at(p));
@@ -245,7 +245,7 @@ void sm90_chunk_fwd(const Problem& p, const Plan& plan, const thalweg_gated_delt
   args.aligned = rows_aligned(a.q) && rows_aligned(a.k) && rows_aligned(a.v) && rows_aligned(a.o);
   Maps maps;
   args.tma = make_token_map(a.q, int(p.K / 64), &maps.q) && make_token_map(a.k, int(p.K / 64), &maps.k) &&
-             make_token_map(a.v, int(plan.values[0]), &maps.v);
+             make_token_map(a.v, int(plan.values[kColumnBlocks]), &maps.v);
   if (p.dtype == THALWEG_F16)
     run_dtype<__half>(p, plan, args, maps, exec);
   else

@@ -1,8 +1,6 @@
-// What the plan of row sm90_chunk_fwd and its launcher both need. Plain C++.
+// Where row sm90_chunk_fwd keeps what its kernels hand to each other, and what its plan decides. Plain C++.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_PLAN_H
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_PLAN_H
-
-#include <string>
 
 #include "thalweg/core/device.h"
 #include "thalweg/delta_rule/cuda_plan.h"
@@ -43,38 +41,9 @@ inline int64_t sums_end(const delta_rule::Problem& p, int64_t pieces) {
   return sums_at(p, pieces) + p.N * p.HV * (pieces - 1) * (p.V + p.K) * p.K * 4;
 }
 
-// values[0]: blocks of 64 columns of V that one thread block takes; [1]: blocks that make factors beside the chains,
-// 0: a kernel before them does; [2]: pieces of a sequence, 0: whole ones.
-inline bool plan_fwd(const delta_rule::Problem& p, const Device& device, Plan* plan, std::string* why) {
-  std::string reason;
-  if (p.dtype != THALWEG_BF16 && p.dtype != THALWEG_F16)
-    reason = std::string("needs q of bf16 or f16, got ") + thalweg_dtype_name(p.dtype);
-  else if (p.K != p.V || (p.K != 64 && p.K != 128))
-    reason = "needs K = V of 64 or 128, got K = " + std::to_string(p.K) + ", V = " + std::to_string(p.V);
-  else if (p.every % kChunk != 0)
-    reason = "needs every of a multiple of 64, got " + std::to_string(p.every);
-  if (!reason.empty()) {
-    if (why) *why = reason;
-    return false;
-  }
-  // Two blocks of columns share the tiles; apart, they use twice the multiprocessors.
-  plan->values[0] = p.K == 128 && 2 * p.N * p.HV > device.num_sms ? 2 : 1;
-  const int64_t chains = p.N * p.HV * (p.V / 64) / plan->values[0];
-  plan->shared_bytes = flags_at(p);
-  if (plan->values[0] == 2 || chains == 0 || p.T >= int64_t(1) << 30) return true;
-  // Pieces of one sequence fill the device; packed ones have lengths that only the device knows.
-  int64_t pieces = device.num_sms / chains, most = p.T / kChunk / kFewestPieceChunks;
-  if (most < pieces) pieces = most;
-  if (pieces > kMostPieces) pieces = kMostPieces;
-  if (pieces >= kFewestPieces && (!p.packed || p.N == 1)) {
-    plan->values[2] = pieces;
-    plan->shared_bytes = sums_end(p, pieces);
-  } else if (chains + kFewestPrepBlocks <= device.num_sms) {
-    plan->values[1] = device.num_sms - chains;
-    plan->shared_bytes = flags_at(p) + flags_bytes(p);
-  }
-  return true;
-}
+// Plan.values of sm90_chunk_fwd: blocks of 64 columns of V that one thread block takes; pieces of a sequence, 0: whole
+// ones; blocks that make factors beside the chains, 0: a kernel before them does.
+enum { kColumnBlocks = 0, kPieces = 1, kPrepBlocks = 2 };
 
 }  // namespace thalweg::gated_delta_rule::sm90
 #endif

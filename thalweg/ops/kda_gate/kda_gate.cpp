@@ -147,14 +147,16 @@ bool streams(const Problem& p, const Device& device, int64_t bytes) {
   return num_tokens(p) * p.HV * p.K * bytes > std::max(device.l3_bytes, device.l2_bytes);
 }
 
+constexpr char kFwdChoices[] = "block=1|2|4|8|16|64 stream=0|1";
 bool plan_vec_fwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
   if (!takes_vec(p, "g", why)) return false;
   plan->shared_bytes = shared_of(p, kVecGateBytes, kVecBiasBytes, 0).end;
   // About 32 K elements a task, and four tasks a thread.
   const int64_t most = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, p.HV * p.K));
-  plan->values[kBlock] = std::clamp<int64_t>(ceil_div(num_tokens(p), 4 * plan->num_slots), 1, most);
-  plan->values[kStream] = streams(p, device, int64_t(thalweg_dtype_bytes(p.dtype) + thalweg_dtype_bytes(p.g_dtype)));
-  return true;
+  const int64_t block = std::clamp<int64_t>(ceil_div(num_tokens(p), 4 * plan->num_slots), 1, most);
+  const bool stream = streams(p, device, int64_t(thalweg_dtype_bytes(p.dtype) + thalweg_dtype_bytes(p.g_dtype)));
+  return decide(&plan->values[kBlock], "block", block, 1, int64_t(1) << 30, why) &&
+         decide(&plan->values[kStream], "stream", stream, 0, 1, why);
 }
 
 bool plan_vec_bwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
@@ -202,8 +204,8 @@ bool plan_sm90_bwd(const Problem& p, const Device& device, Plan* plan, std::stri
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
     {"sm90_vec_fwd", THALWEG_CUDA, Isa::kPortable, plan_sm90_fwd, sm90_vec_fwd},
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda_fwd, cuda_generic_fwd},
-    {"cpu_vec_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_fwd, avx512::cpu_vec_fwd},
-    {"cpu_vec_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_fwd, avx2::cpu_vec_fwd},
+    {"cpu_vec_fwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_vec_fwd, avx512::cpu_vec_fwd, kFwdChoices},
+    {"cpu_vec_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_fwd, avx2::cpu_vec_fwd, kFwdChoices},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_fwd, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {

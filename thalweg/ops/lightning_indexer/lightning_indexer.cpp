@@ -251,14 +251,15 @@ bool takes_vec(const Problem& problem, std::string* why) {
   return true;
 }
 
+constexpr char kFwdChoices[] = "rows=1|2|3|4";
 template <auto slot_bytes, auto key_bytes>
 bool plan_vec_fwd(const Problem& problem, const Device&, Plan* plan, std::string* why) {
   if (!takes_vec(problem, why)) return false;
   plan->shared_bytes = key_bytes(problem);
   plan->slot_bytes = slot_bytes(problem);
   // Four rows share a block of keys; fewer where some threads would have nothing to do.
-  plan->values[kRows] = std::clamp<int64_t>(problem.B * problem.T / (4 * plan->num_slots), 1, kForwardRows);
-  return true;
+  const int64_t rows = std::clamp<int64_t>(problem.B * problem.T / (4 * plan->num_slots), 1, kForwardRows);
+  return decide(&plan->values[kRows], "rows", rows, 1, kForwardRows, why);
 }
 
 template <auto slot_bytes, auto key_bytes>
@@ -294,9 +295,9 @@ bool plan_cuda(const Problem& problem, const Device& device, Plan* plan, std::st
 constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<CudaPass::kFwd>, cuda_generic_fwd},
     {"cpu_vec_fwd_avx512", THALWEG_CPU, Isa::kAvx512,
-     plan_vec_fwd<avx512::cpu_vec_fwd_slot_bytes, avx512::cpu_vec_key_bytes>, avx512::cpu_vec_fwd},
+     plan_vec_fwd<avx512::cpu_vec_fwd_slot_bytes, avx512::cpu_vec_key_bytes>, avx512::cpu_vec_fwd, kFwdChoices},
     {"cpu_vec_fwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_vec_fwd<avx2::cpu_vec_fwd_slot_bytes, avx2::cpu_vec_key_bytes>,
-     avx2::cpu_vec_fwd},
+     avx2::cpu_vec_fwd, kFwdChoices},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_fwd, cpu_generic_fwd},
 };
 constexpr Kernel<Problem, Loss> kLossKernels[] = {

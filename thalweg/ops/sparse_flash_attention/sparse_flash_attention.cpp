@@ -260,6 +260,7 @@ bool plan_tile_fwd(const Problem& p, const Device&, Plan* plan, std::string* why
   return true;
 }
 
+constexpr char kBwdChoices[] = "tokens=1|4|16|64|256";
 template <int64_t lanes>
 bool plan_flash_bwd(const Problem& p, const Device&, Plan* plan, std::string* why) {
   if (!takes_flash(p, why)) return false;
@@ -267,7 +268,8 @@ bool plan_flash_bwd(const Problem& p, const Device&, Plan* plan, std::string* wh
   const FlashShape x = flash_shape(p, lanes);
   const FlashBackward y = flash_backward(p, lanes);
   const int64_t tokens = std::max(kKeptBytes / y.kept_bytes, 2 * plan->num_slots);
-  plan->values[kTokens] = std::max<int64_t>(1, std::min(tokens, p.B * p.T));
+  const int64_t all = std::max<int64_t>(1, p.B * p.T);
+  if (!decide(&plan->values[kTokens], "tokens", std::min(tokens, all), 1, all, why)) return false;
   plan->shared_bytes = pieces({y.sums, y.terms}) + plan->values[kTokens] * y.kept_bytes;
   plan->slot_bytes = pieces({x.capacity, 2 * p.E, std::max(x.heads * x.key, y.num_chunks * kChunkWidth),
                              x.heads * x.value, kTileKeys * x.row, p.H * (x.key + 16) + x.value, x.heads, x.heads,
@@ -290,8 +292,8 @@ constexpr Kernel<Problem, Fwd> kFwdKernels[] = {
 };
 constexpr Kernel<Problem, Bwd> kBwdKernels[] = {
     {"cuda_generic", THALWEG_CUDA, Isa::kPortable, plan_cuda<true>, cuda_generic_bwd},
-    {"cpu_flash_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash_bwd<16>, avx512::cpu_flash_bwd},
-    {"cpu_flash_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash_bwd<8>, avx2::cpu_flash_bwd},
+    {"cpu_flash_bwd_avx512", THALWEG_CPU, Isa::kAvx512, plan_flash_bwd<16>, avx512::cpu_flash_bwd, kBwdChoices},
+    {"cpu_flash_bwd_avx2", THALWEG_CPU, Isa::kAvx2, plan_flash_bwd<8>, avx2::cpu_flash_bwd, kBwdChoices},
     {"cpu_generic", THALWEG_CPU, Isa::kPortable, plan_generic_backward, cpu_generic_bwd},
 };
 
