@@ -33,14 +33,24 @@ void launch(const Exec& exec, const char* name, void (*kernel)(Params...), Grid 
             int64_t smem_bytes, const Args&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   if (grid.x < 0 || grid.x > kMaxGridX || grid.y > kMaxGridYZ || grid.z > kMaxGridYZ || threads < 1 || threads > 1024)
-    fail(THALWEG_INTERNAL, "cuda: %s: grid, got %lld x %lld x %lld blocks of %lld threads, expected what a launch takes",
-         name, static_cast<long long>(grid.x), static_cast<long long>(grid.y), static_cast<long long>(grid.z),
+    fail(THALWEG_INTERNAL,
+         "cuda: %s: grid, got %lld x %lld x %lld blocks of %lld threads, expected what a launch takes", name,
+         static_cast<long long>(grid.x), static_cast<long long>(grid.y), static_cast<long long>(grid.z),
          static_cast<long long>(threads));
   if (smem_bytes > kStaticSmemBytes)
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem_bytes)), name);
   kernel<<<dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), unsigned(threads), size_t(smem_bytes),
            static_cast<cudaStream_t>(exec.stream)>>>(Params(args)...);
   cuda_check(cudaGetLastError(), name);
+}
+
+// All that a multiprocessor has goes to shared memory, nothing of it to L1, where this kernel runs: for kernels whose
+// shared memory says how many blocks run at once. No work of a stream, so a call that is captured may ask too.
+template <class... Params>
+void prefer_shared_memory(const char* name, void (*kernel)(Params...)) {
+  cuda_check(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+      name);
 }
 
 // Blocks for `count` items of one block each, in a kernel that walks with a stride.

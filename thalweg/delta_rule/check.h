@@ -217,7 +217,8 @@ inline std::string why_not_sm90_decode(const Problem& p) {
 }
 inline bool plan_sm90_decode(const Problem& p, const Device& device, Plan* plan, std::string* why) {
   plan->shared_bytes = slots_workspace(p);
-  plan->values[0] = decode_warps(p, device.num_sms);
+  const DecodeCut cut = decode_cut(p, device.num_sms);
+  plan->values[0] = cut.warps, plan->values[1] = cut.columns;
   std::string reason = why_not_sm90_decode(p);
   const bool takes = reason.empty();
   if (why && !takes) *why = std::move(reason);

@@ -31,12 +31,29 @@ inline int64_t spans_workspace(const Problem& p) { return p.packed ? up_to(p.N *
 
 constexpr int64_t kMaxDrafts = 8;  // tokens that sm90_decode takes in one call
 
-// Warps of a block of sm90_decode: few states are shared out over more warps. About 32 columns of V are a block's.
-inline int64_t decode_warps(const Problem& p, int64_t num_sms) {
-  const int64_t blocks = p.N * p.HV * parts_of(p.V, 32), most = p.K == 64 ? 4 : 8;
-  int64_t warps = 1;
-  while (warps < most && blocks * warps < 8 * num_sms) warps *= 2;
-  return warps;
+// How sm90_decode cuts a state into blocks. The least part is 128 bytes of V (V contiguous) or 32 columns (K
+// contiguous), a warp's. Of many states a block takes as many such parts as fit into 64 KiB, four at most, a warp each.
+// More warps share a part where there are few of them, and where several tokens make work but few blocks fit.
+struct DecodeCut {
+  int64_t warps, columns;  // of a block; columns: of V
+};
+constexpr int64_t kDecodeBytes = 64 * 1024;  // of shared memory, for a block's part of a state
+constexpr int64_t kDecodeRoom = 227 * 1024;  // of a multiprocessor
+// Bytes of one number of the state there: as it is stored and, where a state of bf16 is kept from token to token, as
+// float32 too.
+inline int64_t decode_bytes_held(const Problem& p) { return p.state == THALWEG_F32 ? 4 : p.T > 1 ? 2 + 4 : 2; }
+inline DecodeCut decode_cut(const Problem& p, int64_t num_sms) {
+  const int64_t unit = p.k_contiguous ? 32 : p.state == THALWEG_F32 ? 32 : 64, units = p.V / unit;
+  const int64_t wanted = 8 * num_sms;  // warps
+  DecodeCut cut{1, unit};
+  while (cut.warps < 4 && units % (2 * cut.warps) == 0 && p.N * p.HV * units >= wanted &&
+         2 * cut.columns * p.K * decode_bytes_held(p) <= kDecodeBytes)
+    cut.warps *= 2, cut.columns *= 2;
+  const int64_t parts = p.V / cut.columns, most = p.K == 64 ? 4 : 8;
+  const int64_t fit = kDecodeRoom / (cut.columns * p.K * decode_bytes_held(p));  // blocks of a multiprocessor
+  while (cut.warps < most && (p.N * p.HV * parts * cut.warps < wanted || (p.T > 1 && fit * cut.warps < 8)))
+    cut.warps *= 2;
+  return cut;
 }
 
 // ---- Decode: the uses of every slot (cuda_slots.cuh) ----

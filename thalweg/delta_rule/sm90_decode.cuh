@@ -11,7 +11,7 @@ namespace thalweg::delta_rule {
 namespace {
 
 constexpr int kGroup = 8;  // neighbouring lanes whose vectors of 16 bytes make 128
-constexpr int kMostK = 256;
+constexpr int kMostK = 256, kMostColumns = 256;
 constexpr int64_t kMostSequences = 1024;  // whose slots every block compares itself
 
 // A tensor [N T heads ..] whose last axis is contiguous (g: see DecodeCall).
@@ -29,7 +29,7 @@ struct DecodeCall {
   thalweg_dtype type, g_type, beta_type;
   float scale;
   int32_t K, V, T, group;  // group: value heads of a key head
-  int32_t columns;         // of a block: 32 or 64
+  int32_t columns, split;  // of V that a block takes; warps that share 128 bytes of V (ByV)
   int32_t steps, vectors;  // of a warp (ByV, ByK); 16 bytes of the state in a thread
   int32_t token;           // floats of a token in shared memory
   int32_t use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval, slots;
@@ -41,7 +41,7 @@ __device__ inline int64_t token_at(const TokenTensor& x, int64_t n, int64_t t, i
 // ---- A token in shared memory ----
 
 struct DecodeToken {
-  float *k, *dk, *dq;    // [K] each; with a decay per channel dk, dq are exp(g) k, exp(g) scale q, else k, scale q
+  float *k, *dk, *q;     // [K] each; q times scale; with a decay per channel exp(g) is in dk and q, else dk is k
   float *factor, *near;  // [K] Decay of each channel, with a decay per channel only
   float* v;              // [columns]
   float* rest;           // see Rest
@@ -55,34 +55,63 @@ int decode_token_floats(int K, int columns) {
 template <bool kChannel>
 __device__ DecodeToken decode_token(const DecodeCall& c, float* tokens, int t) {
   DecodeToken r;
-  r.k = tokens + t * c.token, r.dk = kChannel ? r.k + c.K : r.k, r.dq = r.dk + c.K;
-  r.factor = r.dq + c.K, r.near = r.factor + c.K;
+  r.k = tokens + t * c.token, r.dk = kChannel ? r.k + c.K : r.k, r.q = r.dk + c.K;
+  r.factor = r.q + c.K, r.near = r.factor + c.K;
   r.v = kChannel ? r.near + c.K : r.factor, r.rest = r.v + c.columns;
   return r;
 }
 
-// One warp: everything of token t. All of it is asked for before any of it is used.
-template <bool kChannel, class Args>
-__device__ void load_decode_token(const DecodeCall& c, const Problem& p, const Args& a, int64_t n, int t, int hv,
-                                  int column, const DecodeToken& to) {
+// A warp's share of the tokens is asked for, then `ask` is called, which asks for the state, and then used.
+//
+// q and k of token t.
+template <class Ask>
+__device__ void load_decode_keys(const DecodeCall& c, int64_t n, int t, int hv, const DecodeToken& to, const Ask& ask) {
   constexpr int kMost = kMostK / 32;
   const int lane = threadIdx.x % 32, h = int(unsigned(hv) / unsigned(c.group));
-  const int64_t at_q = token_at(c.q, n, t, h) + lane, at_k = token_at(c.k, n, t, h) + lane;
-  const int64_t at_g = token_at(c.g, n, t, hv);
-  float q[kMost], k[kMost], g[kChannel ? kMost : 1];
-  with_elements(c.type, c.q.data, [&](const auto* elements) {
-    const auto* of_k = static_cast<decltype(elements)>(c.k.data) + at_k;
-    const auto* of_v = static_cast<decltype(elements)>(c.v.data) + token_at(c.v, n, t, hv) + column;
+  float q[kMost], k[kMost], qq = 0, kk = 0, qk = 0;
+  with_elements(c.type, c.q.data, [&](const auto* of_q) {
+    const auto* of_k = static_cast<decltype(of_q)>(c.k.data) + token_at(c.k, n, t, h) + lane;
+    of_q += token_at(c.q, n, t, h) + lane;
 #pragma unroll
     for (int m = 0; m < kMost; ++m) {
       q[m] = k[m] = 0;
-      if (32 * m < c.K) q[m] = number(elements[at_q + 32 * m]), k[m] = number(of_k[32 * m]);
+      if (32 * m < c.K) q[m] = number(of_q[32 * m]), k[m] = number(of_k[32 * m]);
     }
-    to.v[lane] = number(of_v[lane]);
-    if (c.columns == 64) to.v[lane + 32] = number(of_v[lane + 32]);
   });
+  ask();
 #pragma unroll
-  for (int m = 0; m < (kChannel ? kMost : 1); ++m) {
+  for (int m = 0; m < kMost; ++m) qq += q[m] * q[m], kk += k[m] * k[m], qk += q[m] * k[m];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    qq += __shfl_xor_sync(0xffffffffu, qq, step);
+    kk += __shfl_xor_sync(0xffffffffu, kk, step);
+    qk += __shfl_xor_sync(0xffffffffu, qk, step);
+  }
+  float of_q = c.scale, of_k = 1;
+  if (c.use_qk_l2norm) of_q *= 1 / sqrtf(qq + 1e-6f), of_k = 1 / sqrtf(kk + 1e-6f);
+#pragma unroll
+  for (int m = 0; m < kMost; ++m)
+    if (32 * m < c.K) to.q[lane + 32 * m] = q[m] * of_q, to.k[lane + 32 * m] = k[m] * of_k;
+  if (lane == 0) to.rest[kQk] = qk * of_q * of_k;
+}
+
+// The decays, beta and v of token t.
+template <bool kChannel, class Args, class Ask>
+__device__ void load_decode_gates(const DecodeCall& c, const Problem& p, const Args& a, int64_t n, int t, int hv,
+                                  int column, const DecodeToken& to, const Ask& ask) {
+  constexpr int kMost = kChannel ? kMostK / 32 : 1;
+  const int lane = threadIdx.x % 32;
+  const int64_t at_g = token_at(c.g, n, t, hv);
+  float g[kMost], v[kMostColumns / 32], beta = 1;
+  with_elements(c.type, c.v.data, [&](const auto* x) {
+    x += token_at(c.v, n, t, hv) + column + lane;
+#pragma unroll
+    for (int m = 0; m < kMostColumns / 32; ++m) v[m] = 32 * m < c.columns ? float(number(x[32 * m])) : 0.f;
+  });
+  if (c.beta.data)
+    with_elements(c.beta_type, c.beta.data, [&](const auto* x) { beta = number(x[token_at(c.beta, n, t, hv)]); });
+#pragma unroll
+  for (int m = 0; m < kMost; ++m) {
     g[m] = 0;
     const int channel = kChannel ? lane + 32 * m : 0;
     if (!c.g.data || (kChannel && 32 * m >= c.K)) continue;
@@ -91,31 +120,54 @@ __device__ void load_decode_token(const DecodeCall& c, const Problem& p, const A
     else
       with_elements(c.g_type, c.g.data, [&](const auto* x) { g[m] = number(x[at_g + channel * c.g_channel]); });
   }
-  float beta = 1;
-  if (c.beta.data)
-    with_elements(c.beta_type, c.beta.data, [&](const auto* x) { beta = number(x[token_at(c.beta, n, t, hv)]); });
+  ask();
   if (c.use_beta_sigmoid) beta = (c.allow_neg_eigval ? 2.f : 1.f) * sigmoid(beta);
-  float qq = 0, kk = 0, qk = 0;
 #pragma unroll
-  for (int m = 0; m < kMost; ++m) qq += q[m] * q[m], kk += k[m] * k[m], qk += q[m] * k[m];
-  float of_q = c.scale, of_k = 1;
-  if (c.use_qk_l2norm) of_q *= 1 / sqrtf(warp_sum(qq) + 1e-6f), of_k = 1 / sqrtf(warp_sum(kk) + 1e-6f);
-  qk = warp_sum(qk) * of_q * of_k;
-  Decay<float> d = decay_of(g[0]);
+  for (int m = 0; m < kMostColumns / 32; ++m)
+    if (32 * m < c.columns) to.v[lane + 32 * m] = v[m];
 #pragma unroll
   for (int m = 0; m < kMost; ++m) {
-    const int i = lane + 32 * m;
-    if (32 * m >= c.K) continue;
-    float dot = 1;
-    if constexpr (kChannel) {
-      d = decay_of(g[m]), dot = d.factor + d.near;
-      to.factor[i] = d.factor, to.near[i] = d.near, to.k[i] = k[m] * of_k;
-    }
-    to.dk[i] = dot * (k[m] * of_k), to.dq[i] = dot * (q[m] * of_q);
+    if (kChannel && 32 * m >= c.K) continue;
+    const Decay<float> d = decay_of(g[m]);
+    if (kChannel) to.factor[lane + 32 * m] = d.factor, to.near[lane + 32 * m] = d.near;
+    if (kChannel || lane != 0) continue;
+    to.rest[kFactor] = d.factor, to.rest[kNear] = d.near, to.rest[kDot] = d.factor + d.near;
   }
-  if (lane != 0) return;
-  to.rest[kDot] = kChannel ? 1 : d.factor + d.near;
-  to.rest[kFactor] = d.factor, to.rest[kNear] = d.near, to.rest[kBeta] = beta, to.rest[kQk] = qk;
+  if (lane == 0) {
+    to.rest[kBeta] = beta;
+    if (kChannel) to.rest[kDot] = 1;
+  }
+}
+
+// All warps: the tokens and, on the way, the state.
+template <bool kChannel, class Args, class Ask>
+__device__ void load_decode_tokens(const DecodeCall& c, const Problem& p, const Args& a, int64_t n, int hv, int column,
+                                   float* tokens, const Ask& ask) {
+  const int warps = blockDim.x / 32;
+  bool asked = false;
+  const auto ask_once = [&] {
+    if (!asked) ask();
+    asked = true;
+  };
+  for (int job = threadIdx.x / 32; job < 2 * c.T; job += warps) {
+    const DecodeToken to = decode_token<kChannel>(c, tokens, job / 2);
+    if (job % 2 == 0)
+      load_decode_keys(c, n, job / 2, hv, to, ask_once);
+    else
+      load_decode_gates<kChannel>(c, p, a, n, job / 2, hv, column, to, ask_once);
+  }
+  ask_once();
+  __syncthreads();
+  if constexpr (kChannel) {
+    for (int t = 0; t < c.T; ++t) {
+      const DecodeToken to = decode_token<kChannel>(c, tokens, t);
+      for (int i = threadIdx.x; i < c.K; i += blockDim.x) {
+        const float dot = to.factor[i] + to.near[i];
+        to.dk[i] = dot * to.k[i], to.q[i] *= dot;
+      }
+    }
+    __syncthreads();
+  }
 }
 
 // ---- 16 bytes of a state as stored, E, and what a thread works on: as many floats ----
@@ -168,24 +220,28 @@ struct Held {
     }
   }
   __device__ void load(int i, float (&x)[kWidth<E>]) const {
-    if constexpr (!kWide) return unpack(raw[i * blockDim.x], x);
+    if constexpr (kWide) {
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      float four[4];
-      unpack(wide[(i * kQuads + quad) * blockDim.x], four);
+      for (int quad = 0; quad < kQuads; ++quad) {
+        float four[4];
+        unpack(wide[(i * kQuads + quad) * blockDim.x], four);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x[4 * quad + c] = four[c];
+        for (int c = 0; c < 4; ++c) x[4 * quad + c] = four[c];
+      }
+    } else {
+      unpack(raw[i * blockDim.x], x);
     }
   }
   __device__ void keep(int i, const float (&x)[kWidth<E>]) const {
-    if constexpr (!kWide)
-      raw[i * blockDim.x] = packed(x);
-    else
+    if constexpr (kWide) {
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
         const float four[4] = {x[4 * quad], x[4 * quad + 1], x[4 * quad + 2], x[4 * quad + 3]};
         wide[(i * kQuads + quad) * blockDim.x] = packed(four);
       }
+    } else {
+      raw[i * blockDim.x] = packed(x);
+    }
   }
 };
 
@@ -208,31 +264,34 @@ struct Target {
 
 // ---- V contiguous ----
 
-// A block takes 128 bytes of V. Step s of warp w covers rows 16 (w + warps s) + 4 g + [0, 4) of K, with g = lane / 8,
-// and vector l = lane % 8 of each: vectors 4 s + [0, 4) of the thread.
+// c.split warps share 128 bytes of V. Step s of warp w of them covers rows 16 (w + split s) + 4 g + [0, 4) of K, with
+// g = lane / 8, and vector l = lane % 8 of each: vectors 4 s + [0, 4) of the thread.
 template <class E, bool kChannel, bool kWide>
 struct ByV {
   static constexpr int n = kWidth<E>;
   static constexpr int kColumns = kGroup * n;
-  static constexpr bool kPerChannelDecay = kChannel;
-  // Of shared memory, for the state.
-  static int64_t bytes(int64_t K) { return K * kColumns * int64_t(sizeof(E) + (kWide ? sizeof(float) : 0)); }
+  static constexpr bool kPerChannelDecay = kChannel, kFloats = kWide;
 
   Held<E, kWide> held;
-  int g, l, warp, warps, steps;
+  int g, warp, warps, steps;  // warps: that share the columns; warp: of them
+  int column;                 // of the thread's vectors, in the block's
 
-  static int steps_of(int64_t K, int64_t warps) { return int(K / (16 * warps)); }
-  static int vectors_of(int64_t K, int64_t warps) { return 4 * steps_of(K, warps); }
+  // Steps of a warp and 16-byte vectors of a thread, where `warps` warps of a block share `columns` columns.
+  static int steps_of(int64_t K, int64_t columns, int64_t warps) {
+    return int(K / (16 * (warps * kColumns / columns)));
+  }
+  static int vectors_of(int64_t K, int64_t columns, int64_t warps) { return 4 * steps_of(K, columns, warps); }
   __device__ ByV(const DecodeCall& c, uint4* smem) : held(smem, c.vectors) {
-    g = threadIdx.x % 32 / kGroup, l = threadIdx.x % kGroup;
-    warp = threadIdx.x / 32, warps = blockDim.x / 32, steps = c.steps;
+    g = threadIdx.x % 32 / kGroup, warps = c.split, steps = c.steps;
+    const int share = threadIdx.x / 32 / warps;
+    warp = threadIdx.x / 32 - share * warps, column = share * kColumns + threadIdx.x % kGroup * n;
   }
   __device__ int row(int s) const { return 16 * (warp + warps * s) + 4 * g; }
   __device__ static int64_t slice(const DecodeCall&, int column) { return column; }
 
   __device__ void ask(const DecodeCall& c, const E* slice) const {
     for (int s = 0; s < steps; ++s) {
-      const E* x = slice + row(s) * c.row + l * n;
+      const E* x = slice + row(s) * c.row + column;
 #pragma unroll
       for (int i = 0; i < 4; ++i, x += c.row) held.ask(4 * s + i, x);
     }
@@ -246,7 +305,7 @@ struct ByV {
 #pragma unroll 2
     for (int s = 0; s < steps; ++s) {
       float k[4], q[4];
-      load_floats(token.dk + row(s), k), load_floats(token.dq + row(s), q);
+      load_floats(token.dk + row(s), k), load_floats(token.q + row(s), q);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float S[n];
@@ -259,11 +318,11 @@ struct ByV {
     if (warps > 1) add_warps(x, y, sums);
     const float dot = token.rest[kDot], beta = token.rest[kBeta], qk = token.rest[kQk];
     float v[n];
-    load_floats(token.v + l * n, v);
+    load_floats(token.v + column, v);
 #pragma unroll
     for (int j = 0; j < n; ++j) {
       x[j] = beta * (v[j] - dot * x[j]);
-      if (threadIdx.x < kGroup) store(l * n + j, fmaf(qk, x[j], dot * y[j]));
+      if (warp == 0 && g == 0) store(column + j, fmaf(qk, x[j], dot * y[j]));
     }
     if (to.slice || to.next) write(c, token, x, to);
   }
@@ -278,6 +337,8 @@ struct ByV {
     }
   }
   __device__ void add_warps(float (&x)[n], float (&y)[n], float* sums) const {
+    const int l = threadIdx.x % kGroup;
+    sums += (int(threadIdx.x) / 32 - warp) * 2 * kColumns;  // of the warps that share the columns
     float* mine = sums + warp * 2 * kColumns + l * n;
     if (g == 0)
 #pragma unroll
@@ -301,7 +362,7 @@ struct ByV {
       float k[4], factor[4], near[4];
       load_floats(token.k + row(s), k);
       if constexpr (kChannel) load_floats(token.factor + row(s), factor), load_floats(token.near + row(s), near);
-      E* out = to.slice + row(s) * c.row + l * n;
+      E* out = to.slice + row(s) * c.row + column;
 #pragma unroll
       for (int i = 0; i < 4; ++i, out += c.row) {
         float S[n];
@@ -319,20 +380,21 @@ struct ByV {
 
 // ---- K contiguous ----
 
-// A block takes 32 columns of V. Step s of warp w covers columns 4 (w + warps s) + g, with vectors l + 8 m of each:
+// Step s of warp w covers columns 4 (w + warps s) + g, with vectors l + 8 m of each:
 // vector s chunks + m of the thread.
 template <class E, bool kChannel, bool kWide>
 struct ByK {
   static constexpr int n = kWidth<E>;
-  static constexpr int kColumns = 32;
-  static constexpr bool kPerChannelDecay = kChannel;
-  static int64_t bytes(int64_t K) { return K * kColumns * int64_t(sizeof(E) + (kWide ? sizeof(float) : 0)); }
+  static constexpr int kColumns = 32;  // a block takes a multiple of them
+  static constexpr bool kPerChannelDecay = kChannel, kFloats = kWide;
 
   Held<E, kWide> held;
   int g, l, warp, warps, steps, chunks;
 
-  static int steps_of(int64_t, int64_t warps) { return int(kColumns / (4 * warps)); }
-  static int vectors_of(int64_t K, int64_t warps) { return steps_of(K, warps) * int(K / (kGroup * n)); }
+  static int steps_of(int64_t, int64_t columns, int64_t warps) { return int(columns / (4 * warps)); }
+  static int vectors_of(int64_t K, int64_t columns, int64_t warps) {
+    return steps_of(K, columns, warps) * int(K / (kGroup * n));
+  }
   __device__ ByK(const DecodeCall& c, uint4* smem) : held(smem, c.vectors) {
     g = threadIdx.x % 32 / kGroup, l = threadIdx.x % kGroup;
     warp = threadIdx.x / 32, warps = blockDim.x / 32, steps = c.steps, chunks = c.K / (kGroup * n);
@@ -354,7 +416,7 @@ struct ByK {
       for (int m = 0; m < chunks; ++m) {
         float S[n], k[n], q[n];
         held.load(s * chunks + m, S);
-        load_floats(token.dk + (l + kGroup * m) * n, k), load_floats(token.dq + (l + kGroup * m) * n, q);
+        load_floats(token.dk + (l + kGroup * m) * n, k), load_floats(token.q + (l + kGroup * m) * n, q);
 #pragma unroll
         for (int i = 0; i < n; ++i) x = fmaf(k[i], S[i], x), y = fmaf(q[i], S[i], y);
       }
@@ -406,22 +468,19 @@ __device__ __noinline__ bool find_slot_fault(const Problem& p, const Args& a, in
   for (int t = 0; t < T; ++t) {
     const int64_t mine = write_slot(p, a, n, t, from);
     if (mine < -1 || mine >= p.M) found(Fault::kSlot, mine, t);
-    if (mine < 0 || from < 0) continue;
-    for (int u = 0; u < t; ++u)
+    for (int u = 0; u < t && mine >= 0 && from >= 0; ++u)
       if (write_slot(p, a, n, u, from) == mine) found(Fault::kSlotTwice, mine, t);
-    for (int64_t m = threadIdx.x; m < p.N; m += blockDim.x) {
-      const int64_t its = read_slot(a, m);
-      if (m == n || its < 0) continue;
-      if (its == mine) found(Fault::kSlotTwice, mine, t);
-      for (int u = 0; u < T; ++u)
-        if (write_slot(p, a, m, u, its) == mine) found(Fault::kSlotTwice, mine, t);
-    }
   }
   for (int64_t m = threadIdx.x; from >= 0 && m < p.N; m += blockDim.x) {
-    const int64_t its = read_slot(a, m);
-    if (m == n || its < 0) continue;
-    for (int u = 0; u < T; ++u)
-      if (write_slot(p, a, m, u, its) == from) found(Fault::kSlotTwice, from, -1);
+    const int64_t its_read = read_slot(a, m);
+    if (m == n || its_read < 0) continue;
+    for (int u = -1; u < T; ++u) {  // what it reads, then what it writes
+      const int64_t its = u < 0 ? its_read : write_slot(p, a, m, u, its_read);
+      if (its < 0) continue;
+      if (u >= 0 && its == from) found(Fault::kSlotTwice, from, -1);
+      for (int t = 0; t < T; ++t)
+        if (write_slot(p, a, n, t, from) == its) found(Fault::kSlotTwice, its, t);
+    }
   }
   if (fault != Fault::kNone) {
     const bool written = draft >= 0 && cuda::is_there(a.write_slots);
@@ -437,7 +496,7 @@ __global__ void __launch_bounds__(256, 2)
                        const __grid_constant__ Args a, const SlotUse* uses, int32_t* report) {
   extern __shared__ __align__(16) uint4 smem[];
   const int64_t n = c.first + blockIdx.z;
-  const int hv = blockIdx.y, column = blockIdx.x * State::kColumns;
+  const int hv = blockIdx.y, column = blockIdx.x * c.columns;
   int64_t from = n;
   bool wrong = false;
   if (c.slots) {
@@ -456,13 +515,11 @@ __global__ void __launch_bounds__(256, 2)
   float* tokens = reinterpret_cast<float*>(state.held.end(c.vectors));
   float* sums = tokens + c.T * c.token;
   E* slice = static_cast<E*>(c.state) + hv * c.head + State::slice(c, column);
-  state.ask(c, slice + from * c.slot);
-  __pipeline_commit();
-  for (int t = threadIdx.x / 32; t < c.T; t += blockDim.x / 32)
-    load_decode_token<State::kPerChannelDecay>(c, p, a, n, t, hv, column,
-                                               decode_token<State::kPerChannelDecay>(c, tokens, t));
+  load_decode_tokens<State::kPerChannelDecay>(c, p, a, n, hv, column, tokens, [&] {
+    state.ask(c, slice + from * c.slot);
+    __pipeline_commit();
+  });
   __pipeline_wait_prior(0);
-  __syncthreads();
   state.held.widen(c.vectors);
   for (int t = 0; t < c.T; ++t) {
     int64_t slot = t + 1 == c.T ? from : -1;
@@ -486,7 +543,10 @@ void launch_sm90_decode(const Problem& p, const Plan& plan, const Args& a, const
   c.row = a.state.stride[p.k_contiguous ? 3 : 2];
   c.type = p.dtype, c.g_type = a.g.dtype, c.beta_type = a.beta.dtype, c.scale = float(p.scale);
   c.K = int32_t(p.K), c.V = int32_t(p.V), c.T = int32_t(p.T), c.group = int32_t(p.HV / p.H);
-  c.columns = State::kColumns, c.token = decode_token_floats<kChannel>(c.K, c.columns);
+  const int64_t warps = plan.values[0];
+  c.columns = int32_t(plan.values[1]), c.split = int32_t(warps * State::kColumns / c.columns);
+  c.steps = State::steps_of(p.K, c.columns, warps), c.vectors = State::vectors_of(p.K, c.columns, warps);
+  c.token = decode_token_floats<kChannel>(c.K, c.columns);
   c.use_qk_l2norm = a.use_qk_l2norm, c.use_gate = a.use_gate, c.slots = p.slots;
   c.use_beta_sigmoid = a.use_beta_sigmoid, c.allow_neg_eigval = a.allow_neg_eigval;
   SlotUse* uses = nullptr;
@@ -494,13 +554,14 @@ void launch_sm90_decode(const Problem& p, const Plan& plan, const Args& a, const
     uses = reinterpret_cast<SlotUse*>(exec.workspace);
     count_slot_uses(p, a, exec, uses);
   }
-  const int64_t warps = plan.values[0];
-  c.steps = State::steps_of(p.K, warps), c.vectors = State::vectors_of(p.K, warps);
-  const int64_t bytes = State::bytes(c.K) + 4 * (c.T * c.token + warps * 4 * c.columns);
+  const int64_t state_bytes = p.K * c.columns * int64_t(sizeof(E) + (State::kFloats ? sizeof(float) : 0));
+  const int64_t bytes = state_bytes + 4 * (c.T * c.token + 2 * warps * 2 * State::kColumns);
+  const auto kernel = sm90_decode_kernel<State, E, Args>;
+  cuda::prefer_shared_memory("sm90_decode", kernel);
   for (; c.first < p.N; c.first += cuda::kMaxGridYZ) {
     const int64_t count = p.N - c.first < cuda::kMaxGridYZ ? p.N - c.first : cuda::kMaxGridYZ;
-    cuda::launch(exec, "sm90_decode", sm90_decode_kernel<State, E, Args>, {p.V / c.columns, p.HV, count}, 32 * warps,
-                 bytes, c, p, a, static_cast<const SlotUse*>(uses), exec.report);
+    cuda::launch(exec, "sm90_decode", kernel, {p.V / c.columns, p.HV, count}, 32 * warps, bytes, c, p, a,
+                 static_cast<const SlotUse*>(uses), exec.report);
   }
 }
 
