@@ -169,6 +169,12 @@ __device__ inline void load_four(const double* from, double (&x)[4]) {
   const double2 v = reinterpret_cast<const double2*>(from)[0], w = reinterpret_cast<const double2*>(from)[1];
   x[0] = v.x, x[1] = v.y, x[2] = w.x, x[3] = w.y;
 }
+__device__ inline void store_four(float* to, float x, float y, float z, float w) {
+  *reinterpret_cast<float4*>(to) = {x, y, z, w};
+}
+__device__ inline void store_four(double* to, double x, double y, double z, double w) {
+  reinterpret_cast<double2*>(to)[0] = {x, y}, reinterpret_cast<double2*>(to)[1] = {z, w};
+}
 // A thread's 16 of [rows].
 template <class A>
 __device__ void load_lane(const A* rows, const Place& at, A (&x)[kRowsOfLane]) {

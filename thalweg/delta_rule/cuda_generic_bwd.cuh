@@ -72,10 +72,15 @@ __device__ void scatter(const A (&v)[kRowsOfLane], int lanes, int lane, A* sums)
   int left = kRowsOfLane, from = 0;
   for (int step = 16; step >= lanes; step /= 2)
     if (left > 1) left /= 2, from += threadIdx.x & step ? left : 0;
-  if (lanes == 1 && threadIdx.x % 2) return;  // holds what its neighbour holds
+  if (left >= 4) {  // whole quads of neighbouring rows
 #pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i)
-    if (i < left) sums[row_of(lanes, lane, from + i)] = v[i];
+    for (int i = 0; i < kRowsOfLane; i += 4)
+      if (i < left) store_four(sums + row_of(lanes, lane, from + i), v[i], v[i + 1], v[i + 2], v[i + 3]);
+    return;
+  }
+  if (lanes == 1 && threadIdx.x % 2) return;  // holds what its neighbour holds
+  sums[row_of(lanes, lane, from)] = v[0];
+  if (left == 2) sums[row_of(lanes, lane, from + 1)] = v[1];
 }
 
 // One token going back: dS, the gradient of the state after it, becomes that of the state before it. `before` is the
@@ -108,19 +113,20 @@ __device__ void token_back(const Problem& p, const Args& a, const BatchShape& sh
 #pragma unroll
   for (int r = 0; r < kRowsOfLane; ++r) dS[r] = fma(-k[r], dv, dS[r]), v[r] = dS[r] * before[r];
   A* gates = sums + 2 * shape.rows;
-  if (one_gate) {
-    A all = 0;
+  A all = 0;
 #pragma unroll
-    for (int r = 0; r < kRowsOfLane; ++r) all += v[r];
-    all = warp_sum(all);
-    if (threadIdx.x % 32 == 0) gates[0] = all;
-  } else {
+  for (int r = 0; r < kRowsOfLane; ++r) all += v[r];
+  if (!one_gate) {
     add_columns<kRowsOfLane>(v, at.lanes, 16);
     scatter(v, at.lanes, at.lane, gates);
   }
   decay_lane(token, one_gate, at, dS);
-  const A d_beta = warp_sum(at.lane == 0 ? du * delta : A(0));
-  if (threadIdx.x % 32 == 0) gates[shape.gates] = d_beta;
+  // The halves of the warp share out the two sums, of d_g and d_beta.
+  const bool upper = threadIdx.x & 16;
+  const A d_beta = at.lane == 0 ? du * delta : A(0);
+  A two = (upper ? d_beta : all) + __shfl_xor_sync(0xffffffffu, upper ? all : d_beta, 16);
+  for (int step = 8; step > 0; step /= 2) two += __shfl_xor_sync(0xffffffffu, two, step);
+  if (threadIdx.x % 16 == 0 && (upper || one_gate)) gates[upper ? shape.gates : 0] = two;
 }
 
 // The warps' sums of `count` tokens from token t on, added up in order; the group's first slice starts the sums.

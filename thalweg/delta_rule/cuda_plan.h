@@ -85,7 +85,7 @@ inline int64_t bwd_arithmetic_bytes(const Problem& p) { return bwd_in_float64(p)
 struct BwdLayout {
   Columns cut;
   int64_t groups, tasks, blocks;
-  int64_t entry;          // numbers per token, head and group: d_q [rows], d_k [rows], d_g [gates], d_beta
+  int64_t entry;          // numbers per token, head and group: d_q [rows], d_k [rows], d_g [gates], d_beta, padded
   int64_t gates;          // decays of a token: 1, or rows
   int64_t chunks, state;  // gate chunks; numbers of a block's slice of a state
   int64_t kinds_at, checkpoints_at, states_at, partial_at, sums_at, bytes;  // offsets; the spans are first
@@ -99,7 +99,7 @@ inline BwdLayout bwd_layout(const Problem& p, int64_t num_sms) {
   l.tasks = (heads + (p.packed ? p.HV : 0)) * l.groups;
   l.blocks = l.tasks < 2 * num_sms ? l.tasks : 2 * num_sms;
   l.gates = p.channels == 1 ? 1 : l.cut.rows;
-  l.entry = 2 * l.cut.rows + l.gates + 1;
+  l.entry = up_to(2 * l.cut.rows + l.gates + 1, 4);
   l.chunks = parts_of(tokens, kGateChunk);
   l.state = kBwdThreads * kLaneRows;
   l.bytes = spans_workspace(p);
