@@ -149,9 +149,9 @@ void launch_generic_decode(const Problem& p, const Args& a, const Exec& exec) {
   const BatchShape shape = fwd_batch(p, cut);
   auto* uses = p.slots ? reinterpret_cast<SlotUse*>(exec.workspace) : nullptr;
   if (uses) count_slot_uses(p, a, exec, uses);
-  const int64_t tasks = p.N * p.HV * cut.slices;
+  const int64_t tasks = p.N * p.HV * cut.slices, loaders = p.T < 2 ? 32 : p.T < 4 ? 64 : kFwdLoaders;
   cuda::launch(exec, "generic_decode", generic_decode_kernel<A, Args>, {cuda::capped_grid(tasks)},
-               kFwdThreads + kFwdLoaders, 2 * shape.tokens * shape.row * int64_t(sizeof(A)), p, a, cut, shape, uses,
+               kFwdThreads + loaders, 2 * shape.tokens * shape.row * int64_t(sizeof(A)), p, a, cut, shape, uses,
                exec.report, tasks);
 }
 
