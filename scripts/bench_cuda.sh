@@ -9,4 +9,4 @@ out=$(realpath "${1:?OUT.jsonl, got nothing, expected the file for the records}"
 cd "$(dirname "$0")/.."
 tool=${THALWEG:-build/cuda/tools/thalweg/thalweg}
 [ -x "$tool" ] || { echo "bench_cuda: tool, got no $tool, expected it built or named by THALWEG" >&2; exit 2; }
-"$tool" bench @gpu --cuda --seconds "${2:-1}" --json "$out"
+"$tool" bench @gpu --cuda --seconds "${2:-1}" --jobs "${JOBS:-8}" --json "$out"

@@ -22,11 +22,10 @@ def row_that_runs(case):
 def case_with_choices():
     for each in json.loads(run("list", "--json").stdout)["passes"]:
         choices = {row["kernel"]: row["choices"] for row in each["kernels"] if row["choices"]}
-        verdicts = run("verify", f"{each['operator']}.{each['pass']}@smoke", "--json", "-") if choices else None
-        for line in verdicts.stdout.splitlines() if verdicts else []:
-            verdict = json.loads(line)
-            case = verdict.get("case", "").split(",kernel=")[0]
-            if case and choices.get(row_that_runs(case)):
+        explained = run("explain", f"{each['operator']}.{each['pass']}@smoke").stdout if choices else ""
+        for line in explained.splitlines():
+            if line.startswith("case ") and choices.get(row_that_runs(line.split()[1])):
+                case = line.split()[1]
                 return case, choices[row_that_runs(case)]
     return None, None
 

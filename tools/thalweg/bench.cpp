@@ -1,10 +1,18 @@
 // thalweg bench CASE|FILE|@set, and --pair A B
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
+#include <functional>
 #include <iostream>
+#include <mutex>
+#include <thread>
 
 #include "tools/thalweg/args.h"
 #include "tools/thalweg/cases.h"
@@ -20,7 +28,26 @@ struct Options {
   std::string json;
   bool warm = false, child = false, sweep = false;
   double seconds = 3, limit = 120;
-  int64_t processes = 1;
+  int64_t processes = 1, jobs = 1;
+  std::string lock;
+};
+
+// Of several processes that prepare cases at once, one times at a time, while none prepares.
+class Turn {
+ public:
+  Turn(const std::string& file, bool alone) {
+    if (file.empty()) return;
+    fd_ = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd_ < 0 || ::flock(fd_, alone ? LOCK_EX : LOCK_SH) != 0) throw UsageError("--lock: " + file + ": cannot be locked");
+  }
+  ~Turn() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  int fd_ = -1;
 };
 
 // Everything of a record that is not a measured time.
@@ -111,7 +138,10 @@ void add_timing(Json& r, const Timing& t, const Runner& runner) {
 // In this process, without verification.
 Json measure_here(const testing::Case& c, const Options& options) {
   testing::Work work = testing::spec_of(*c.pass).work(c);
+  auto prepare = std::make_unique<Turn>(options.lock, false);
   Runner runner(c, !options.warm);
+  prepare.reset();
+  const Turn alone(options.lock, true);
   Json r = base_record(c, runner.kernel(), options);
   if (runner.on_cuda()) {
     Timing t = time_case(runner, options.seconds);
@@ -186,12 +216,13 @@ Json merge(const std::vector<Json>& runs, const char* main_figure) {
 
 Json measure(const std::vector<testing::Case>& cases, const Options& options, Progress& progress, int64_t job) {
   bool pair = cases.size() == 2;
-  if (options.processes == 1) return pair ? measure_pair_here(cases[0], cases[1], options) : measure_here(cases[0], options);
+  if (options.processes == 1 && options.jobs == 1) return pair ? measure_pair_here(cases[0], cases[1], options) : measure_here(cases[0], options);
   std::vector<Json> runs;
   for (int64_t p = 0; p < options.processes; ++p) {
     progress.show(job * options.processes + p, fmt::format("process {} of {}: {}", p + 1, options.processes, cases[0].text()));
     std::vector<std::string> args{"bench", "--child", "--json", "-", "--seconds", fmt::format("{}", options.seconds)};
     if (options.warm) args.push_back("--warm");
+    if (!options.lock.empty()) args.insert(args.end(), {"--lock", options.lock});
     if (pair) args.push_back("--pair");
     for (const auto& c : cases) args.push_back(c.text());
     int code = 0;
@@ -279,6 +310,52 @@ std::vector<std::vector<testing::Case>> jobs_of(const Options& options) {
   return jobs;
 }
 
+// Calls body(i) for every job in options.jobs threads.
+template <class Body>
+void each_at_once(size_t count, int64_t jobs, Body&& body) {
+  std::atomic<size_t> next{0};
+  std::vector<std::thread> threads;
+  for (int64_t t = 0; t < jobs; ++t)
+    threads.emplace_back([&] {
+      for (size_t i; (i = next++) < count;) body(i);
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Verifies all jobs, then prepares them, options.jobs at once, in processes of their own; they time one by one.
+// Returns how many were refused.
+int64_t bench_at_once(const std::vector<std::vector<testing::Case>>& jobs, Options options, const std::function<void(Json)>& keep) {
+  std::vector<char> ok(jobs.size());
+  std::mutex mutex;
+  each_at_once(jobs.size(), options.jobs, [&](size_t i) {
+    int code = 0;
+    std::vector<std::string> args{"verify"};
+    for (testing::Case c : jobs[i]) {
+      if (c.kernel.empty()) c.kernel = running_kernel(explain_text(c));
+      args.push_back(c.text());
+    }
+    const std::string text = run_self(args, &code, {.errors = true});
+    ok[i] = code == 0;
+    const std::lock_guard lock(mutex);
+    if (!ok[i]) fmt::print(stderr, "thalweg: refused to time {}\n{}", jobs[i][0].text(), text);
+  });
+  options.lock = std::filesystem::read_symlink("/proc/self/exe");
+  Progress none(0);
+  each_at_once(jobs.size(), options.jobs, [&](size_t i) {
+    if (!ok[i]) return;
+    try {
+      Json r = measure(jobs[i], options, none, 0);
+      const std::lock_guard lock(mutex);
+      keep(std::move(r));
+    } catch (const std::exception& error) {
+      const std::lock_guard lock(mutex);
+      ok[i] = false;
+      fmt::print(stderr, "thalweg: {}: {}\n", jobs[i][0].text(), error.what());
+    }
+  });
+  return int64_t(std::count(ok.begin(), ok.end(), false));
+}
+
 int bench(const Options& options) {
   if (options.cases.names.empty() && options.pair.empty()) throw UsageError("cases: got none, expected CASE|FILE|@SET or --pair A B");
   auto jobs = jobs_of(options);
@@ -289,7 +366,16 @@ int bench(const Options& options) {
   if (!quiet) fmt::print("{}; commit {}\n", machine_text(), commit());
   std::vector<Json> results;
   int64_t refused = 0, done = 0;
+  const auto keep = [&](Json r) {
+    progress.clear();
+    finish_record(r, true);
+    if (!options.json.empty()) write_text(options.json, r.dump() + "\n", true);
+    if (!quiet) options.pair.empty() ? print_result(r) : print_pair(r);
+    results.push_back(std::move(r));
+  };
+  if (options.jobs > 1) refused = bench_at_once(jobs, options, keep);
   for (const auto& job : jobs) {
+    if (options.jobs > 1) break;
     progress.show(done++ * options.processes, "verify " + job[0].text());
     bool ok = true;
     for (const auto& c : job) ok = ok && verifies(c, progress);
@@ -298,12 +384,7 @@ int bench(const Options& options) {
       continue;
     }
     progress.show((done - 1) * options.processes, job[0].text());
-    Json r = measure(job, options, progress, done - 1);
-    progress.clear();
-    finish_record(r, true);
-    if (!options.json.empty()) write_text(options.json, r.dump() + "\n", true);
-    if (!quiet) options.pair.empty() ? print_result(r) : print_pair(r);
-    results.push_back(std::move(r));
+    keep(measure(job, options, progress, done - 1));
   }
   if (!quiet && results.size() > 1) print_table(results);
   if (refused) fmt::print(stderr, "thalweg: {} of {} cases were not timed, because they did not verify\n", refused, jobs.size());
@@ -331,6 +412,7 @@ A case is verified against the float64 reference first; one that fails is not ti
 Roofs are measured in the same process, on the same threads, before and after each case: the fp32 FMA peak of the
 kernel's vector width, a non-temporal copy, and a scale in place of the case's bytes. GB/s counts each input read once
 and each output written once; FLOPs are counted from the mathematics, whatever a kernel does.
+With --jobs cases are verified and prepared at once, and timed one by one while none is prepared.
 Buffers are cold: copies of the tensors of twice the last-level cache are taken in turn; --warm uses one.
 spread is half of the 95 % interval of the median, over it; with --processes half the range of the processes' medians.)";
 
@@ -346,6 +428,8 @@ Action add_bench(CLI::App& app) {
   app.add_option("--processes", options->processes, "Median over so many runs of this program (default 1)")->type_name("N")->check(CLI::Range(1, 1000).description(""));
   app.add_flag("--sweep", options->sweep, "Every combination of the choices that the case's kernel declares (thalweg list), each in a process of its own");
   app.add_option("--limit", options->limit, "--sweep: seconds that one combination may take, verification included (default 120)")->type_name("S")->check(check_seconds);
+  app.add_option("--jobs", options->jobs, "Verify and prepare so many cases at once, each in a process of its own; they are timed one by one (default 1)")->type_name("N")->check(CLI::Range(1, 1000).description(""));
+  app.add_option("--lock", options->lock)->group("");  // of --jobs: the file by which processes take turns
   app.add_flag("--child", options->child)->group("");  // one of --processes: the parent verified
   app.footer(kFooter);
   return [options] { return options->sweep ? sweep(*options) : bench(*options); };

@@ -1,6 +1,7 @@
 // Shared by the subcommands: passes by name, tables, the progress bar, other processes.
 #include "tools/thalweg/tool.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
@@ -159,13 +160,11 @@ std::string run_program(const std::vector<std::string>& args, int* exit_code, co
   for (const auto& a : args) argv.push_back(const_cast<char*>(a.c_str()));
   argv.push_back(nullptr);
   int ends[2];
-  if (::pipe(ends) != 0) throw UsageError(std::string("pipe: ") + std::strerror(errno));
+  if (::pipe2(ends, O_CLOEXEC) != 0) throw UsageError(std::string("pipe: ") + std::strerror(errno));
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, ends[1], 1);
   if (options.errors) posix_spawn_file_actions_adddup2(&actions, ends[1], 2);
-  posix_spawn_file_actions_addclose(&actions, ends[0]);
-  posix_spawn_file_actions_addclose(&actions, ends[1]);
   pid_t pid = 0;
   int error = ::posix_spawnp(&pid, argv[0], &actions, nullptr, argv.data(), environ);
   posix_spawn_file_actions_destroy(&actions);
