@@ -94,6 +94,9 @@ std::string choices_text(std::string_view choices, const Plan& plan);
 template <class Problem, class Args>
 bool accepts(const Pass<Problem, Args>& pass, const Kernel<Problem, Args>& row, const Problem& problem,
              const Device& device, const thalweg_context& ctx, Plan* plan, std::string* why) {
+  *plan = Plan{};
+  plan->num_slots = ctx.num_threads;
+  read_choices(*pass.info, ctx.kernel, row.name, row.choices, plan);
   if (row.backend != device.backend) {
     if (why) *why = row.backend == THALWEG_CUDA ? "needs CUDA tensors, got CPU tensors" : "needs CPU tensors, got CUDA tensors";
     return false;
@@ -102,9 +105,6 @@ bool accepts(const Pass<Problem, Args>& pass, const Kernel<Problem, Args>& row, 
     if (why) *why = std::string("needs ") + isa_name(row.isa) + ", got " + isa_name(device.isa);
     return false;
   }
-  *plan = Plan{};
-  plan->num_slots = ctx.num_threads;
-  read_choices(*pass.info, ctx.kernel, row.name, row.choices, plan);
   return row.plan(problem, device, plan, why);
 }
 
