@@ -142,6 +142,24 @@ def file_lines(name, records):
     return out
 
 
+def fla_lines():
+    """What bench/compare_fla.py wrote, by file."""
+    out = []
+    for path in sorted(RESULTS.glob("*-fla.ndjson")):
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        first = records[0]
+        out += [f"## {first['gpu']}, beside flash-linear-attention {first['fla']}", "",
+                f"Commit {first['commit']}; {first['date']}; torch {first['torch']}; graphs of both replayed by turns in one "
+                "process, called through torch; *difference* is that of the outputs, relative.", "",
+                f"    {first['command']}", "",
+                "| case | theirs | ours | times as fast | difference | their first call | ours |", "|---|---|---|---|---|---|---|"]
+        for r in records:
+            out.append(f"| {r['case']} | {time_text(r['fla_us'])} | {time_text(r['thalweg_us'])} | {r['times_as_fast']:.2f} "
+                       f"| {r['difference']:.1e} | {time_text(r['fla_first_s'] * 1e6)} | {time_text(r['thalweg_first_s'] * 1e6)} |")
+        out.append("")
+    return out
+
+
 def report_text():
     machines = {}  # title, details, whether a GPU -> {file: records}
     for path in sorted(RESULTS.rglob("*.jsonl")):
@@ -158,6 +176,7 @@ def report_text():
         out += [f"## {title}", ""] + machine_lines(json.loads(machine), gpu)
         for name, records in sorted(files.items()):
             out += file_lines(name, records)
+    out += fla_lines()
     return "\n".join(out).rstrip("\n") + "\n"
 
 

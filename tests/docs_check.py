@@ -225,8 +225,8 @@ def check_note(faults, path, operators, results):
         faults.add(path, 1, f"headings, got {headings}, expected {list(tuning_index.HEADINGS)}")
     if front.get("operator") not in operators:
         faults.add(path, 1, f"operator, got {front.get('operator')}, expected one of {sorted(operators)}")
-    if front.get("backend") not in ("cpu", "none (Ascend, planned)"):
-        faults.add(path, 1, f"backend, got {front.get('backend')}, expected cpu, or none (Ascend, planned)")
+    if front.get("backend") not in ("cpu", "cuda", "none (Ascend, planned)"):
+        faults.add(path, 1, f"backend, got {front.get('backend')}, expected cpu, cuda, or none (Ascend, planned)")
     if front.get("status") not in tuning_index.STATUSES:
         faults.add(path, 1, f"status, got {front.get('status')}, expected one of {list(tuning_index.STATUSES)}")
     evidence = tuning_index.evidence_of(front)

@@ -231,6 +231,7 @@ Json measure(const std::vector<testing::Case>& cases, const Options& options, Pr
     runs.push_back(Json::parse(text));
   }
   progress.clear();
+  if (runs.size() == 1) return runs[0];  // with its own spread
   Json out = merge(runs, pair ? "ratio" : "median_us");
   out["processes"] = options.processes;
   return out;

@@ -28,8 +28,9 @@
 // Measured  H200, 1x8192 H16 HV32 K128, h0 and final state, microseconds in all: 375 with cp.async and a proxy fence a
 //           chunk in every group; 338 TMA; 258 without branches in P and with stores after all arithmetic; 243 loads in
 //           a group of their own, factors beside the chains. Prefetching tiles into L2 three chunks ahead lost: the
-//           TMA unit is busy with it. The same in whole sequences: 1x8192 H2 HV8 231; packed 4x2048 174 and 8x1024 HV64
-//           296; 1x32768 925; packed 4x8192 HV64 1003; B2 T2048 H4 HV8 K64 56
+//           TMA unit is busy with it. In records: 239; 1x8192 H2 HV8 95 in 8 pieces, 109 in 4, 238 whole; B2 T2048 H4
+//           HV8 K64 37.5 in pieces, 65 whole (predicted for the first 75: the summaries cost more than their chunks).
+//           Whole sequences, by a driver: packed 4x2048 174 and 8x1024 HV64 296; 1x32768 925; packed 4x8192 HV64 1003
 #include "thalweg/cuda/launch.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_prep.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_roles.cuh"
