@@ -20,8 +20,8 @@
 // null
 //           there, P and dS of such queries are 0 by L = +inf. Rows of P and dS past the last key reach rows of `part`
 //           alone
-// Measured  as cpu_tile_fwd: dense, 8192 keys: 408 GFLOP/s, where cpu_flash_bwd has 101; a quarter of blocks of 128: 311 to
-//           89; of 16: 97 to 58
+// Measured  as cpu_tile_fwd; predicted 3 times cpu_flash_bwd. Dense, 8192 keys: 396 GFLOP/s, 0.158 of the tile roof, to
+//           cpu_flash_bwd's 92; a quarter of blocks of 128: 321 to 91; of 16: 100 to 62
 #include "thalweg/ops/block_sparse_attention/cpu_flash_bwd.h"
 #include "thalweg/ops/block_sparse_attention/cpu_tile.h"
 

@@ -17,10 +17,11 @@
 //           operands count as 0. No exponent is above 0
 // Traps     as cpu_flash_fwd's. Rows of P and V past the last key are 0, both: they are summed over. Rows of K and
 //           columns of Q^T past the last are not: they reach only scores that nobody reads
-// Measured  one thread of a Sapphire Rapids, processor time, K = V = 128, 2048 queries, beside a loop of tile products that
-//           gave 2300 GFLOP/s: predicted 0.36 of that (products a third of the time, exponentials another). Dense, 8192
-//           keys: 345 GFLOP/s, 0.15; cpu_flash_fwd 110. A quarter of blocks of 128: 277 to 95; of 16: 104 to 54. Products take
-//           a third of the time, exponentials a quarter, packing and fetching a third
+// Measured  one thread of a Sapphire Rapids, K = V = 128, 2048 queries, tile roof 2500 GFLOP/s: predicted 0.36 of it
+//           (products a third of the time, exponentials another). Dense, 8192 keys: 361 GFLOP/s, 0.145; cpu_flash_fwd
+//           99. A quarter of blocks of 128: 271 to 100; of 16: 106 to 58. Products take 0.4 of the time, 2.7 times what
+//           the roof allows, exponentials 0.2, packing and fetching 0.25. Lost: 32 queries at a time, so that scores
+//           stay in the L1: nothing; tiles of 64, 128 and 192 keys: within 5 % either way
 #include "thalweg/ops/block_sparse_attention/cpu_flash_fwd.h"
 #include "thalweg/ops/block_sparse_attention/cpu_tile.h"
 

@@ -18,9 +18,9 @@
 // Traps    what is summed over is 0 past the last key on both sides, P and V; other padding reaches only lanes that
 // nobody
 //          stores. A list holds visible keys only, so a NaN is one that somebody sees
-// Measured Sapphire Rapids, one thread, K 512, KR 64, E 2048 of 8192 keys: predicted 4 times cpu_flash_fwd with 16 heads (a
-//          key is packed in 100 cycles, which its products do not hide) and 6 times with 128. 16 heads: 150 GFLOP/s where
-//          cpu_flash_fwd has 66 (0.06 of the tile roof: the gather is most of it), 128 heads: 497 where it has 113 (0.20)
+// Measured Sapphire Rapids, one thread, K 512, KR 64, E 2048 of 8192 keys: predicted 4 times cpu_flash_fwd with 16
+//          heads (a key is packed in 100 cycles, which its products do not hide) and 6 times with 128. 16 heads: 149
+//          GFLOP/s to 70 (0.06 of the tile roof: rows from far memory are most of it), 128 heads: 508 to 116 (0.20)
 #include "thalweg/cpu/blocks/tile_gemm.h"
 #include "thalweg/ops/sparse_flash_attention/cpu_flash_fwd.h"
 
