@@ -79,7 +79,8 @@ void expect_verified(const Case& c) {
 // ---- Against the plain recurrence ----
 
 // No row's float32 error may exceed four times that of the plain recurrence on the same case, which counts
-// as one unit in the last place where it happens to be smaller.
+// as one unit in the last place where it happens to be smaller. d_A_log, one number a head, can be right by luck where
+// its terms cancel: there at least a quarter of its limit counts.
 TEST_P(DeltaRule, NeverFarWorseThanTheRecurrence) {
   for (const char* set : {"@ci", "@edge"})
     for (const Case& c : tt::find_cases(op() + set)) {
@@ -90,9 +91,12 @@ TEST_P(DeltaRule, NeverFarWorseThanTheRecurrence) {
       for (const auto& verdict : verdicts) {
         if (verdict.status == "skipped") continue;
         ASSERT_EQ(verdict.outputs.size(), plain.outputs.size()) << verdict.case_text << ": " << verdict.reason;
-        for (size_t i = 0; i < plain.outputs.size(); ++i)
-          EXPECT_LE(verdict.outputs[i].difference.ratio, 4 * std::max(plain.outputs[i].difference.ratio, 1.2e-7))
-              << verdict.case_text << ": " << plain.outputs[i].name;
+        for (size_t i = 0; i < plain.outputs.size(); ++i) {
+          const auto& output = plain.outputs[i];
+          const double least = output.name == "d_A_log" ? std::max(output.limit / 4, 1.2e-7) : 1.2e-7;
+          EXPECT_LE(verdict.outputs[i].difference.ratio, 4 * std::max(output.difference.ratio, least))
+              << verdict.case_text << ": " << output.name;
+        }
       }
     }
 }
