@@ -79,8 +79,7 @@ void expect_verified(const Case& c) {
 // ---- Against the plain recurrence ----
 
 // No row's float32 error may exceed four times that of the plain recurrence on the same case, which counts
-// as one unit in the last place where it happens to be smaller. d_A_log, one number a head, can be right by luck where
-// its terms cancel: there at least a quarter of its limit counts.
+// as one unit in the last place where it happens to be smaller.
 TEST_P(DeltaRule, NeverFarWorseThanTheRecurrence) {
   for (const char* set : {"@ci", "@edge"})
     for (const Case& c : tt::find_cases(op() + set)) {
@@ -91,14 +90,21 @@ TEST_P(DeltaRule, NeverFarWorseThanTheRecurrence) {
       for (const auto& verdict : verdicts) {
         if (verdict.status == "skipped") continue;
         ASSERT_EQ(verdict.outputs.size(), plain.outputs.size()) << verdict.case_text << ": " << verdict.reason;
-        for (size_t i = 0; i < plain.outputs.size(); ++i) {
-          const auto& output = plain.outputs[i];
-          const double least = output.name == "d_A_log" ? std::max(output.limit / 4, 1.2e-7) : 1.2e-7;
-          EXPECT_LE(verdict.outputs[i].difference.ratio, 4 * std::max(output.difference.ratio, least))
-              << verdict.case_text << ": " << output.name;
-        }
+        for (size_t i = 0; i < plain.outputs.size(); ++i)
+          EXPECT_LE(verdict.outputs[i].difference.ratio, 4 * std::max(plain.outputs[i].difference.ratio, 1.2e-7))
+              << verdict.case_text << ": " << plain.outputs[i].name;
       }
     }
+}
+
+// The terms of d_A_log cancel to a hundredth: every row stays within the limit. Not a case of the sets, where it would be
+// judged by the plain recurrence too, which is right here by luck: one number a head.
+TEST(KimiDeltaAttention, SumsThatCancelKeepTheirLimit) {
+  const Case c = tt::parse_case(
+      "kimi_delta_attention.bwd:f32,T15,H1,HV2,K16,V8,g,beta,A_log,dt_bias,use_gate,lower_bound=-5,state");
+  for (const auto& verdict : tt::verify_all_kernels(c))
+    EXPECT_TRUE(verdict.passed() || verdict.status == "skipped")
+        << verdict.reason << "\n  thalweg verify " << verdict.case_text;
 }
 
 // T = H is not taken for another layout: tokens stay on axis 1.
