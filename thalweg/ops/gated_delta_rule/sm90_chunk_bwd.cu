@@ -35,9 +35,9 @@
 //           - wgmma reads what cp.async wrote only after a fence.proxy.async of the thread that copied.
 //           - Shared memory is cast from an aligned array: a base rounded up by hand makes every access generic.
 // Measured  H200, bf16, K = V = 128, initial_state and d_final_state, graph replay, microseconds: 1x8192 H16 HV32 664,
-//           where its products alone take 141 at the device's rate; 767 to 777 (prep 87, scans 265, gradients 414) before
-//           the scans' moving warps made scale E d_o and d_v, which spares the computing group 45 registers. B2 T2048
-//           H4 HV8 K = V = 64 103. Before that, by a driver: packed 4x2048 795; 1x32768 2889; 1x8192 H2 HV8 384
+//           where its products alone take 141 at the device's rate; 767 to 777 (prep 87, scans 265, gradients 414)
+//           before the scans' moving warps made scale E d_o and d_v, which spares the computing group 45 registers. B2
+//           T2048 H4 HV8 K = V = 64 103. Before that, by a driver: packed 4x2048 795; 1x32768 2889; 1x8192 H2 HV8 384
 #include "thalweg/ops/gated_delta_rule/problem.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_grad.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_prep.cuh"

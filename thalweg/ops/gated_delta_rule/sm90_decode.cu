@@ -24,9 +24,9 @@
 //           Up to 1024 sequences every block compares its slots with all others itself; more are counted first
 //           (delta_rule/cuda_slots.cuh).
 // Measured  H200, bf16, K = V = 128, HV = 32, state f32, T = 1: 128 sequences 144.1 us (3.7 TB/s of states read and
-//           written), 32 sequences 40.2 us, one 4.4 us; K contiguous, by a driver: 128 sequences 169 us. Blocks of 128 bytes of V that
-//           ask for the state before the tokens were slower; bf16 states, several tokens, K of 64 and 256 are not
-//           measured.
+//           written), 32 sequences 40.2 us, one 4.4 us; K contiguous, by a driver: 128 sequences 169 us. Blocks of 128
+//           bytes of V that ask for the state before the tokens were slower; bf16 states, several tokens, K of 64 and
+//           256 are not measured.
 #include "thalweg/delta_rule/sm90_decode.cuh"
 #include "thalweg/ops/gated_delta_rule/problem.h"
 

@@ -8,10 +8,11 @@
 // Tile     256 threads as lanes x packs of 2 channels; a lane walks over its part of the block's tokens and W-1 more,
 //          whose dpre its last d_x need
 // Smem     2 KiB: sums of the lanes, one row of d_weight at a time; a block's go to the workspace as float32
-// Regs     see Measured
+// Regs     128 at most; the test cuda_ptxas prints each
 // Order    a lane's tokens ascending, lanes in order, then column_sums.cuh over blocks
 // Numerics float32 (sm90/sigmoid.cuh), rounded once; sums float32 over a lane's tokens, then float64
 // Traps    rows before a sequence are d_initial_state, which may have another dtype than d_x.
+// Measured verified on an H200; not timed in a committed record
 #include <stddef.h>
 
 #include "thalweg/ops/short_conv/cuda_sums.cuh"
