@@ -78,6 +78,8 @@ Entry parse_entry(const std::string& text) {
       options.buffering = Buffering::kVector;
     else if (word == "interior")
       options.interior = true;
+    else if (word == "split")
+      options.split = true;
     else if (!side("BT=", &options.tile.BT) && !side("BM=", &options.tile.BM) && !side("BV=", &options.tile.V) && !(target = find_target(word)))
       throw std::invalid_argument("grid: '" + text + "': option, got '" + word + "'");
   }

@@ -13,7 +13,7 @@
 namespace thalweg::ascend::tests {
 
 // One entry: a case string and options behind semicolons, without spaces:
-//   gated_delta_rule.bwd/dv_local:bf16,T2048,H8,K64,g;persistent;tokens;BT=64;BM=64;BV=64;off;vector;interior;Ascend950PR_957b
+//   gated_delta_rule.bwd/dv_local:bf16,T2048,H8,K64,g;persistent;tokens;BT=64;BM=64;BV=64;off;vector;interior;split;Ascend950PR_957b
 struct Entry {
   std::string text;
   Plan plan;

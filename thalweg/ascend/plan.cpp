@@ -193,6 +193,8 @@ Plan make_plan(const Problem& problem, const Target& target, const Options& opti
   start.mode = options.mode;
   start.buffering = options.buffering;
   start.mixed = kernel->mixed;
+  if (options.split && !kernel->can_split) throw std::invalid_argument(problem.kernel + ": split, got one, expected none: it has one text");
+  start.problem.split = problem.split || options.split;
   if (problem.gate != Gate::kNone && options.gate != Gate::kNone) start.problem.gate = options.gate;
   Plan plan = plan_tile(*kernel, start, options.tile);
   if (plan.problem.gate != Gate::kNone) {

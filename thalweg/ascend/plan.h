@@ -108,6 +108,7 @@ struct Options {
   Tile tile;              // sides that are not 0 are forced
   Gate gate = Gate::kNone;  // kHeadsFirst or kTokensFirst forces that layout
   bool interior = false;  // no mask code, whatever the lengths
+  bool split = false;     // operands as high and low halves: Problem::split
 };
 
 struct Plan {
@@ -149,6 +150,7 @@ struct Kernel {
   void (*plan)(Plan&);
   std::string (*emit)(const Plan&);  // MLIR text of the plan's kernel; null: planned only
   Scene (*scene)(const Plan&) = nullptr;  // data and float64 results for execute(); null: not executed
+  bool can_split = false;                 // takes Problem::split
 };
 // Of all operators that are built: each has `const ascend::Kernel* <op>_ascend_at(int i)`, null past the end.
 const std::vector<const Kernel*>& kernels();

@@ -18,7 +18,7 @@ enum PlanExit : int { kFitsExit = 0, kBadCaseExit = 1, kOverflowExit = 2, kDiffe
 
 struct PlanOptions {
   std::string target, text, mode = "single", gate, tile, buffering = "cube", emit, bin;
-  bool lower = false, execute = false, json = false, interior = false;
+  bool lower = false, execute = false, json = false, interior = false, split = false;
 };
 
 [[noreturn]] void bad(const std::string& what, const std::string& got, const std::string& expected) {
@@ -242,6 +242,7 @@ int plan_case(const PlanOptions& o) {
   if (!o.gate.empty()) options.gate = choice<Gate>("--gate", o.gate, {{"heads", Gate::kHeadsFirst}, {"tokens", Gate::kTokensFirst}});
   options.tile = parse_tile(o.tile);
   options.interior = o.interior;
+  options.split = o.split;
   Problem problem = parse_problem(o.text);
   const Kernel* kernel = find_kernel(problem.kernel);
   Plan plan = make_plan(problem, *target, options);
@@ -309,6 +310,7 @@ Action add_plan(CLI::App& app) {
   app.add_option("--tile", o->tile, "Sides of the tile: BT=64, BM=64,BT=32 or V=64; otherwise the planner's");
   app.add_option("--buffering", o->buffering, "What the compiler buffers twice: cube (its default), vector, off");
   app.add_flag("--interior", o->interior, "No code for tiles that cross the end of a sequence");
+  app.add_flag("--split", o->split, "dK/dV: P and dS as a high and a low half, each a product of its own");
   app.add_option("--emit", o->emit, "Write the kernel's MLIR text there; - is standard output");
   app.add_flag("--lower", o->lower, "Let the public compiler judge the text");
   app.add_flag("--execute", o->execute, "Run the text on the host and compare with the float64 reference");

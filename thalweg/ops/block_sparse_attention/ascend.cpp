@@ -56,25 +56,29 @@ void plan_dkdv(Plan& plan) {
   split_chunks(plan, p.H);
   plan.problem = whole;
   int64_t BM = tile.BM, BT = tile.BT, D = tile.K, R = BM / 2, group = p.H / p.HV;
-  bool persistent = plan.mode == Mode::kPersistent;
+  bool persistent = plan.mode == Mode::kPersistent, off = plan.buffering == Buffering::kOff;
+  int64_t factor = 2 * BM * BT, halves = p.split ? 2 : 1;
   switch (plan.buffering) {
     case Buffering::kCube:  // the compiler unrolls the loop by four, and has each of the four loads twice
-      plan.need.l1 = {{"k, v", 2 * BT * D, persistent ? 4 : 2}, {"q, d_o", 2 * BM * D, 16}, {"P, d_S", 2 * BM * BT, 2}};
+      plan.need.l1 = {{"k, v", 2 * BT * D, persistent ? 4 : 2}, {"q, d_o", 2 * BM * D, 16}, {"P, d_S", factor, 2 * halves}};
       break;
     case Buffering::kVector:
-      plan.need.l1 = {{"k, v", 2 * BT * D, 2}, {"q, d_o", 2 * BM * D, 8}, {"P or d_S", 2 * BM * BT}};
+      plan.need.l1 = {{"k, v", 2 * BT * D, 2}, {"q, d_o", 2 * BM * D, 8}, {"P or d_S", factor, halves}};
       break;
     case Buffering::kOff:
-      plan.need.l1 = {{"k, v", 2 * BT * D, 2}, {"q, d_o", 2 * BM * D, 2}, {"P or d_S", 2 * BM * BT}};
+      plan.need.l1 = {{"k, v", 2 * BT * D, 2}, {"q, d_o", 2 * BM * D, 2}, {"P or d_S", factor, halves}};
   }
   int64_t copies = plan.buffering == Buffering::kVector ? 2 : 1;
   plan.need.ub = {{"P", 4 * R * BT, copies}, {"d_S", 4 * R * BT, copies}, {"rows' statistics and scratch", (32 + 4 * copies) * R}};
+  if (p.split) {  // P, d_S and their halves; in two steps not all of them are alive at once
+    int64_t bytes = copies == 1 ? (off || plan.boundary ? 14 : 10) : !plan.boundary ? 20 : persistent ? 28 : 24;
+    if (bytes * R * BT > Need::sum(plan.need.ub)) plan.need.ub = {{"P, d_S and their halves", bytes * R * BT}};
+  }
   plan.need.l0c = {{"d_k, d_v", 4 * BT * D, 2}, {"scores", 4 * BM * BT}};
-  plan.need_is_predicted = !plan.target.a5 && !p.split;
+  plan.need_is_predicted = !plan.target.a5;
 
   // With double buffering the two vector cores are not told apart: each does all rows, in two steps, and one stores.
-  bool all_rows = plan.buffering != Buffering::kOff;
-  int64_t steps = all_rows ? 2 : 1;
+  int64_t steps = off ? 1 : 2;
   plan.moves.clear();
   auto add = [&](const char* tensor, bool cube, bool out, int64_t bursts, int64_t bytes, bool per_pass) {
     int64_t times = per_pass ? group : 1;  // query heads of the key/value head
@@ -82,18 +86,18 @@ void plan_dkdv(Plan& plan) {
   };
   for (const char* product : {"scores", "d_P"}) add(product, false, false, steps, 4 * R * BT * steps, true);
   for (const char* row : {"lse", "delta"}) add(row, false, false, steps, 4 * R * steps, true);
-  for (const char* factor : {"P", "d_S"}) add(factor, false, true, steps, 2 * R * BT * steps, true);
+  for (const char* of : {"P", "d_S"}) add(of, false, true, steps * halves, 2 * R * BT * steps * halves, true);
   for (const char* keys : {"k", "v"}) add(keys, true, false, p.HV == 1 ? 1 : BT, 2 * BT * D, false);
   for (const char* queries : {"q", "d_o"}) add(queries, true, false, p.H == 1 ? 1 : BM, 2 * BM * D, true);
-  for (const char* factor : {"P", "d_S"}) add(factor, true, false, 1, 2 * BM * BT, true);
+  for (const char* of : {"P", "d_S"}) add(of, true, false, halves, 2 * BM * BT * halves, true);
   for (const char* product : {"scores", "d_P"}) add(product, true, true, 1, 4 * BM * BT, true);
   for (const char* sum : {"d_k", "d_v"}) add(sum, true, true, p.HV == 1 ? 1 : BT, 2 * BT * D, false);
-  plan.workspace = 12 * BM * BT * (plan.buffering == Buffering::kOff ? 1 : 4);
+  plan.workspace = (8 + 4 * halves) * BM * BT * (off ? 1 : 4);
   plan.scalar_loads = group > 1 || persistent ? 4 : 2;  // of both kinds of core: the list, and the count inside a loop
 }
 
 constexpr Kernel kKernels[] = {
-    {"block_sparse_attention.bwd/dkdv", "d_k and d_v of a sub-block of keys", true, read, plan_dkdv, emit_dkdv, dkdv_scene},
+    {"block_sparse_attention.bwd/dkdv", "d_k and d_v of a sub-block of keys", true, read, plan_dkdv, emit_dkdv, dkdv_scene, true},
 };
 
 }  // namespace

@@ -1,6 +1,5 @@
 // Plan of the top-k gradient's dK/dV tile on Ascend (docs/ascend.md): a task is one tile of keys and some of the channels,
-// a loop over the groups of queries whose lists name a key of it. No formula was fitted for its needs: the compiler's word
-// is the only one.
+// a loop over the groups of queries whose lists name a key of it.
 #include <algorithm>
 #include <stdexcept>
 
@@ -49,27 +48,108 @@ int64_t rows_of(int64_t heads) {  // whole queries, a multiple of 16
   return rows;
 }
 
-void plan_topk(Plan& plan) {
+// The weights of several queries are repeated for each head, in tiles whose heads are padded to 16. Under double buffering
+// the compiler takes such tiles in two halves of the keys where it can.
+void plan_need(Plan& plan, int64_t splits) {
+  int64_t BM = plan.tile.BM, BT = plan.tile.BT, K = plan.tile.K, part = plan.tile.V, H = plan.problem.H, R = BM / 2;
+  int64_t G = BM / H, padded = round_up(H, 16), times = plan.buffering == Buffering::kVector ? 2 : 1;
+  bool off = plan.buffering == Buffering::kOff;
+  auto& ub = plan.need.ub;
+  if (G == 1 || H == 1) {
+    ub = {{"P", 4 * R * BT, times}, {"d_S", 4 * R * BT, times}, {"rows' statistics and scratch", (32 + 4 * times) * R}};
+    if (H > 1 && !off && !plan.boundary) ub.push_back({"weights", 4 * R * BT});
+  } else {
+    bool whole = off || plan.boundary || (BT % 32 && BT != 16);
+    int64_t part_of = whole ? 1 : 2;
+    std::vector<Buffer> points = {{"weights of each head", G * BT * (4 * times * H / part_of + (whole ? 4 : 2) * padded) + (whole ? 0 : 8 * times * BM)},
+                                  {"scores, weights of each head", whole ? G * BT * (8 * times * H + 2 * padded) : 0},
+                                  {"P, d_S, rows' statistics and scratch", 8 * times / part_of * BM * BT + (32 + 4 * times * part_of) * BM}};
+    ub = {*std::max_element(points.begin(), points.end(), [](const Buffer& a, const Buffer& b) { return a.bytes < b.bytes; })};
+  }
+  int64_t factor = 2 * BM * BT, rows = 2 * BM * K, columns = 2 * BM * part;
+  int64_t copies = plan.buffering == Buffering::kCube ? 2 : 1;
+  Buffer keys{"k, v", 2 * BT * K, plan.mode == Mode::kPersistent ? 2 * copies : 2};
+  auto& l1 = plan.need.l1;
+  if (!off) {  // the loop is unrolled by four
+    l1 = {keys, {"q, d_o of the part", columns, 8 * copies}};
+    l1.push_back(splits > 1 && rows > 2 * factor ? Buffer{"q or d_o", rows, copies} : Buffer{"P, d_S", factor, 2 * copies});
+  } else if (splits == 1) {
+    l1 = {keys, {"q, d_o", rows, 2}, {"P, d_S", factor, 2}};
+  } else if (rows > 2 * factor + columns) {
+    l1 = {keys, {"q or d_o", rows}};
+  } else {
+    l1 = {keys, {"q or d_o of the part", columns}, {"P, d_S", factor, 2}};
+  }
+  plan.need.l0c = {{"d_k, d_v", 4 * BT * part, 2}, {"scores", 4 * BM * BT}};
+}
+
+// As in the block-sparse tile, where double buffering leaves the rows undivided between the two vector cores; several
+// queries of several heads are divided in no case, then by halves of the keys.
+void plan_moves(Plan& plan, int64_t splits) {
+  int64_t BM = plan.tile.BM, BT = plan.tile.BT, K = plan.tile.K, part = plan.tile.V, H = plan.problem.H, G = BM / H;
+  bool off = plan.buffering == Buffering::kOff, plain = G == 1 || H == 1, divided = off && plain;
+  int64_t rows = divided ? BM / 2 : BM, steps = off ? 1 : 2;
+  plan.moves.clear();
+  auto add = [&](const char* tensor, bool cube, bool out, int64_t bursts, int64_t bytes, bool per_pass) {
+    plan.moves.push_back({tensor, cube, out, bursts, bytes, per_pass});
+  };
+  for (const char* product : {"scores", "d_P"}) add(product, false, false, plain || off ? steps : steps * BM, 4 * rows * BT, true);
+  for (const char* row : {"lse", "delta"}) add(row, false, false, plain ? steps : 1, 4 * rows, true);
+  add("weights", false, false, H == 1 ? steps : off || G == 1 ? 1 : steps * G, 4 * (H == 1 ? rows : G) * BT, true);
+  for (const char* factor : {"P", "d_S"}) add(factor, false, true, steps, 2 * rows * BT, true);
+  for (const char* keys : {"k", "v"}) add(keys, true, false, 1, 2 * BT * K, false);
+  for (const char* queries : {"q", "d_o"}) add(queries, true, false, 1, 2 * BM * K, true);
+  if (splits > 1)
+    for (const char* queries : {"q of the part", "d_o of the part"}) add(queries, true, false, BM, 2 * BM * part, true);
+  for (const char* factor : {"P", "d_S"}) add(factor, true, false, 1, 2 * BM * BT, true);
+  for (const char* product : {"scores", "d_P"}) add(product, true, true, 1, 4 * BM * BT, true);
+  for (const char* sum : {"d_k", "d_v"}) add(sum, true, true, splits > 1 ? BT : 1, 2 * BT * part, false);
+  plan.workspace = 12 * BM * BT * (off ? 1 : 4);
+  plan.scalar_loads = plan.mode == Mode::kPersistent ? 6 : 2;  // of both kinds of core: the group; in a loop also the range
+}
+
+void plan_tile(Plan& plan) {
   const Problem& p = plan.problem;
   plan.refused.clear();
   plan.task = "one tile of keys, some of the channels, a loop over the groups of queries that list it";
-  plan.need_is_predicted = false;
+  plan.need_is_predicted = !plan.target.a5;
   Tile& tile = plan.tile;
-  tile.BM = rows_of(p.H);
+  if (!tile.BM) tile.BM = rows_of(p.H);
   if (!tile.BT) tile.BT = tile.BM <= 128 ? 128 : 64;
-  int64_t tiles = ceil_div(p.S, tile.BT), splits = channel_splits(p.K, tile.BT, p.B * tiles, plan.target.aic);
-  if (!splits) plan.refused = "BT " + std::to_string(tile.BT) + ": no part of K = " + std::to_string(p.K) + " channels in multiples of 16 has sums of at most " + std::to_string(kLargestSum) + " bytes";
+  int64_t tiles = ceil_div(p.S, tile.BT), splits = tile.V ? p.K / tile.V : channel_splits(p.K, tile.BT, p.B * tiles, plan.target.aic);
+  if (tile.V && (p.K % tile.V || tile.V % 16))
+    plan.refused = "V " + std::to_string(tile.V) + ", expected a multiple of 16 that divides K = " + std::to_string(p.K);
+  else if (tile.BM % p.H || tile.BM % 16)
+    plan.refused = "BM " + std::to_string(tile.BM) + ", expected a multiple of 16 and of H = " + std::to_string(p.H), tile.BM = rows_of(p.H);
+  else if (tile.BT % 16)
+    plan.refused = "BT " + std::to_string(tile.BT) + ", expected a multiple of 16";
+  else if (!splits)
+    plan.refused = "BT " + std::to_string(tile.BT) + ": no part of K = " + std::to_string(p.K) + " channels in multiples of 16 has sums of at most " + std::to_string(kLargestSum) + " bytes";
   splits = std::max<int64_t>(splits, 1);
   tile.K = p.K, tile.V = p.K / splits;
   plan.boundary = p.S % tile.BT != 0 || p.T % (tile.BM / p.H) != 0;
   split_tasks(plan, tiles * splits, p.B);
-  int64_t BT = tile.BT, BM = tile.BM, K = tile.K, part = tile.V;
-  plan.moves.clear();
-  for (const char* keys : {"k", "v"}) plan.moves.push_back({keys, true, false, 1, 2 * BT * K, false});
-  for (const char* queries : {"q", "d_o"}) plan.moves.push_back({queries, true, false, 1, 2 * BM * K, true});
-  for (const char* sum : {"d_k", "d_v"}) plan.moves.push_back({sum, true, true, splits > 1 ? BT : 1, 2 * BT * part, false});
+  plan_need(plan, splits);
+  plan_moves(plan, splits);
   plan.notes = {"the original work's product reads a dense panel of P, written by a kernel of its own, with q and d_o transposed: not reproduced",
                 "how often a list names a key is 16-bit there, since 8 bits overflow; here it is the logarithm of a count in f32"};
+}
+
+// Where the rule's tile does not fit: the most keys that do, of these the most channels.
+void plan_topk(Plan& plan) {
+  Tile asked = plan.tile;
+  plan_tile(plan);
+  if (asked.BT || asked.V || plan.fits()) return;
+  Plan smaller = plan;
+  for (int64_t BT = plan.tile.BT; BT >= 16; BT /= 2)
+    for (int64_t part = plan.tile.V; part >= 16; part -= 16) {
+      smaller.tile = {BT, asked.BM, 0, part};
+      plan_tile(smaller);
+      if (!smaller.fits()) continue;
+      smaller.notes.push_back("the original work's tile, BT " + std::to_string(plan.tile.BT) + " and V " + std::to_string(plan.tile.V) + ", does not fit: " + plan.overflow());
+      plan = smaller;
+      return;
+    }
 }
 
 constexpr Kernel kKernels[] = {
