@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <fstream>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
@@ -95,6 +96,8 @@ std::vector<std::string> read_grid(const std::string& path) {
         entry.erase(i, 1);
       else
         ++i;
+  std::set<std::string> seen;
+  std::erase_if(entries, [&](const std::string& entry) { return !seen.insert(entry).second; });
   return entries;
 }
 

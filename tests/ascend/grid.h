@@ -20,7 +20,8 @@ struct Entry {
 };
 Entry parse_entry(const std::string& text);  // std::invalid_argument
 
-// The entries of grid.txt: '#' opens a comment, braces stand for every word in them: BT={16,32}.
+// The entries of grid.txt: '#' opens a comment, braces stand for every word in them: BT={16,32}. Each
+// once.
 std::vector<std::string> read_grid(const std::string& path);
 
 // A line of the record, and back: what differences() needs of it.

@@ -67,7 +67,7 @@ void plan_cumsum(Plan& plan) {
   plan.need.ub = {{"gates of each row", 4 * BT * BT}, {"row and column numbers", 4 * BT * BT}, {"mask, then sums", 4 * BT * BT}, {"rows and scratch", single ? 36 * BT : 64}};
   add_gate_move(plan, "g");
   add_gate_move(plan, "sums", true);
-  plan.scalar_loads = !single && p.is_packed ? 2 : 0;
+  plan.scalar_loads = single || !p.is_packed ? 0 : plan.boundary ? 2 : 1;
 }
 
 void plan_dv_local(Plan& plan) {
@@ -86,7 +86,9 @@ void plan_dv_local(Plan& plan) {
     plan.need.l1 = {{"q", 2 * BT * K, copies}, {"k", 2 * BT * K, copies}};
   else
     plan.need.l1 = {{"A", 2 * BT * BT, copies}, {"d_o", 2 * BT * V, copies}};
-  plan.need.l0c = {{BT >= V ? "A" : "d_v", 4 * BT * std::max(BT, V)}};
+  // In a persistent program the compiler halves scores that L0C does not hold whole.
+  int64_t parts = !single && 4 * BT * BT > plan.target.l0c ? 2 : 1;
+  plan.need.l0c = {{BT / parts >= V ? "A" : "d_v", 4 * BT * std::max(BT / parts, V)}};
   // A persistent program takes its half of the rows in two steps, and reads the gate of each again.
   bool two_steps = !single && !(has_gate && plan.boundary);
   add_gate_move(plan, "g");
@@ -98,7 +100,7 @@ void plan_dv_local(Plan& plan) {
   plan.moves.push_back(rows_move("k", true, false, BT, K, 2, p.H));
   plan.moves.push_back(rows_move("d_o", true, false, BT, V, 2, p.HV));
   plan.moves.push_back(whole_move("A", true, false, 2 * BT * BT));
-  plan.moves.push_back(whole_move("scores", true, true, 4 * BT * BT));
+  plan.moves.push_back(in_steps(whole_move("scores", true, true, 4 * BT * BT), parts));
   plan.moves.push_back(rows_move("d_v", true, true, BT, V, 2, p.HV));
   plan.workspace = 6 * BT * BT * (single ? 1 : 4);
   plan.scalar_loads = single || !p.is_packed ? 0 : (has_gate ? 3 : 2) * (plan.boundary ? 2 : 1);
@@ -112,8 +114,10 @@ void plan_dqkw(Plan& plan) {
   bool single = plan.mode == Mode::kSingle, has_gate = p.gate != Gate::kNone;
   int64_t gate = has_gate ? 4 * BT : 0;
   auto& ub = plan.need.ub;
-  if (!single && !has_gate) {  // nothing of the last three steps is divided between the two vector cores
-    int64_t early = 20 * BT * K + 2 * BT * BT, late = 16 * BT * K + 6 * BT * BT + 64;
+  bool cut = plan.boundary;
+  if (!single && (!has_gate || cut)) {  // nothing of the last three steps is divided between the two vector cores
+    int64_t less = !has_gate && cut ? 8 * BT * K : 0;
+    int64_t early = 20 * BT * K - less + 2 * BT * BT, late = 16 * BT * K - less + 6 * BT * BT + (has_gate ? 20 * BT : 64);
     ub = {early >= late ? Buffer{"rows of d_q, d_k and d_w, P", early} : Buffer{"rows of d_q and d_k, scores, P", late}};
   } else {
     int64_t scores = 12 * R * BT + 32 * R + gate + (single ? 4 * BT : 0), rows = 8 * R * K + (single ? 0 : 4 * R * BT) + gate;
@@ -125,7 +129,9 @@ void plan_dqkw(Plan& plan) {
   Tiles products = {{"h", 2 * K * V, copies}, {"P", 2 * BT * BT, 2 * copies}, {"d_o", 2 * BT * V, copies}, {"k or d_v", 2 * BT * std::max(K, V), copies}};
   if (!single && (!has_gate || plan.boundary)) {
     states = {{"h, d_h", 2 * K * V, 2 * copies}, {"d_o", 2 * BT * V, copies}};
-    products = {{"P", 2 * BT * BT, 2 * copies}, {"k or d_o", 2 * BT * std::max(K, V), copies}};
+    products = {{"P", 2 * BT * BT, 2 * copies}, {"k or q", 2 * BT * K, copies}};
+    Tiles values = {{"h", 2 * K * V, copies}, {"d_o, d_v", 2 * BT * V, 2 * copies}};
+    if (Need::sum(values) > Need::sum(products)) products = values;
   }
   plan.need.l1 = Need::sum(states) >= Need::sum(products) ? states : products;
   plan.need.l0c = {{BT >= K ? "scores" : "rows of d_q, d_k or d_w", 4 * BT * std::max(BT, K)}};

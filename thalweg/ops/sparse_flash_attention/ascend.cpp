@@ -49,7 +49,7 @@ int64_t rows_of(int64_t heads) {  // whole queries, a multiple of 16
 }
 
 // The weights of several queries are repeated for each head, in tiles whose heads are padded to 16. Under double buffering
-// the compiler takes such tiles in two halves of the keys where it can.
+// the compiler takes such tiles in two halves of the keys, but for cut ones.
 void plan_need(Plan& plan, int64_t splits) {
   int64_t BM = plan.tile.BM, BT = plan.tile.BT, K = plan.tile.K, part = plan.tile.V, H = plan.problem.H, R = BM / 2;
   int64_t G = BM / H, padded = round_up(H, 16), times = plan.buffering == Buffering::kVector ? 2 : 1;
@@ -59,9 +59,9 @@ void plan_need(Plan& plan, int64_t splits) {
     ub = {{"P", 4 * R * BT, times}, {"d_S", 4 * R * BT, times}, {"rows' statistics and scratch", (32 + 4 * times) * R}};
     if (H > 1 && !off && !plan.boundary) ub.push_back({"weights", 4 * R * BT});
   } else {
-    bool whole = off || plan.boundary || (BT % 32 && BT != 16);
-    int64_t part_of = whole ? 1 : 2;
-    std::vector<Buffer> points = {{"weights of each head", G * BT * (4 * times * H / part_of + (whole ? 4 : 2) * padded) + (whole ? 0 : 8 * times * BM)},
+    bool whole = off || plan.boundary;
+    int64_t part_of = whole ? 1 : 2, width = whole ? 2 * BT : round_up(BT, 32);  // halves of 16-bit rows are padded to 32 bytes
+    std::vector<Buffer> points = {{"weights of each head", 4 * times * G * H * BT / part_of + 2 * G * padded * width + (whole ? 0 : 8 * times * BM)},
                                   {"scores, weights of each head", whole ? G * BT * (8 * times * H + 2 * padded) : 0},
                                   {"P, d_S, rows' statistics and scratch", 8 * times / part_of * BM * BT + (32 + 4 * times * part_of) * BM}};
     ub = {*std::max_element(points.begin(), points.end(), [](const Buffer& a, const Buffer& b) { return a.bytes < b.bytes; })};
