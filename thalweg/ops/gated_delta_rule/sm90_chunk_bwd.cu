@@ -73,7 +73,7 @@ void launch_all(const Call& call, const Exec& exec, int64_t num_sms) {
   const int64_t blocks = per_key < num_sms ? per_key : num_sms;
   cuda::launch(exec, "sm90_chunk_bwd prep", prep_kernel<T, K>, {per_key}, kPrepThreads, sizeof(PrepSmem<K>), call);
   cuda::launch(exec, "sm90_chunk_bwd scan", scan_kernel<T, K>, {2 * chains}, kScanThreads, sizeof(ScanSmem<K>), call);
-  cuda::launch(exec, "sm90_chunk_bwd gradients", gradient_kernel<T, K>, {blocks}, kGradThreads, sizeof(GradSmem<K>),
+  cuda::launch(exec, "sm90_chunk_bwd gradients", gradient_kernel<T, K>, {blocks}, kGradThreads<K>, sizeof(GradSmem<K>),
                call);
   if (call.spans)
     cuda::launch(exec, "sm90_chunk_bwd tail", zero_tail_kernel<T>, {264}, 256, 0, call, int64_t(K), 64 * call.VS);

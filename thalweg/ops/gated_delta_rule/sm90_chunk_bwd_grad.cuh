@@ -1,12 +1,13 @@
 // Pieces of sm90_chunk_bwd.cu: d_q, d_k, d_g, d_beta of a chunk and a key head, from S, dS, r, y and d_o.
 //
-// Two warpgroups. K = 128: each has half of K. K = 64: the first has d_q, the second d_k. They also share out the
-// products of token pairs, reads (R) to the first and writes (W) to the second. Value heads, and slices of V in them,
-// come one after another through two buffers; d_q, d_k, R and W are summed over them on the chip, so R and W meet q and
-// k once. Blocks go from item to item, and the next item's first buffer fills while the last one's gradients leave.
+// A warpgroup for each 64 columns of K makes those of d_q = scale E (d_o S^T) + R k and d_k = D_n beta (r dS^T) -
+// E beta (y S^T) + R^T q + (W + W^T) k, in registers over a key head's value heads. Another makes the pairs of tokens, R
+// and W, of a value head and hands them over through shared memory; a fourth moves, and makes the scalars. They run
+// ahead of each other as far as the stages go; blocks go from item to item.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_GRAD_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_GRAD_CUH
 
+#include "thalweg/cuda/sm90/ptx.cuh"
 #include "thalweg/cuda/sm90/smem.cuh"
 #include "thalweg/cuda/sm90/wgmma.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd.cuh"
@@ -14,22 +15,25 @@
 namespace thalweg::gated_delta_rule {
 namespace {
 
-constexpr int kGradThreads = 256;
+template <int K>
+constexpr int kGradThreads = 128 * (K / 64 + 2);
+constexpr int kHeadStages = 2;
+constexpr int kItems = 8;  // known at once: the warp that stores scalars may be some behind the one that looks for items
 
 template <int K>
-struct GradBuffer {
-  char S[K / 64 * kTile], dS[K / 64 * kTile];  // [v][K]
-  char r[kTile];                               // [v][token]
-  char y[kTile], d_o[kTile];                   // [token][v]
+struct HeadStage {
+  char r[K / 64 * kTile];                         // [v][token], in blocks of 64 v
+  char y[K / 64 * kTile], d_o[K / 64 * kTile];    // [token][v]
   float scalars[4][kC];
 };
-// Sums of a value head over parts of K (first index: half) on their way to d_g and d_beta.
-struct HeadSums {
-  float through_start[2][kC];  // a_i = E_i (scale q_i.S d_o_i - k_i.S d_v_i)
-  float through_end[2][kC];    // b_j = D_nj k_j.dS u_j
-  float within[2][kC];         // sum over i >= t > j of R_ij q_i.k_j, or W_ij k_i.k_j
-  float beta[kC];              // y_i.r_i
-  float states[8];             // S.dS, by warp
+// Sums of a value head on their way to d_g and d_beta.
+struct alignas(16) HeadSums {
+  float starts[2][kC];  // by 64 columns of K: E_i (scale q_i.S d_o_i - k_i.S d_v_i)
+  float ends[2][kC];    // D_nj k_j.dS u_j
+  float within[4][kC];  // by 16 rows i: sum over i >= t > j of R_ij q_i.k_j + W_ij k_i.k_j
+  float beta[kC];       // y_i.r_i
+  float states[2];      // S.dS, by warp
+  float E_n;
 };
 // A chunk and a key head; place < 0: none.
 struct GradItem {
@@ -39,350 +43,211 @@ struct GradItem {
 template <int K>
 struct alignas(1024) GradSmem {
   char q[K / 64 * kTile], k[K / 64 * kTile];
-  GradBuffer<K> buffer[2];
-  char pairs_out[2][kTile];  // Z of each half; at the end R and W
-  union {
-    struct {
-      // C tiles of token pairs, as the threads hold them: only those that are not above the diagonal (see pair_tile).
-      float4 keys[40][32];  // q_i.k_j, k_i.k_j
-      float4 sum[40][32];   // R, W, over value heads
-    } pairs;
-    struct {
-      char d_q[K / 64 * kTile], d_k[K / 64 * kTile];
-    } out;
-  };
+  HeadStage<K> head[kHeadStages];
+  char S[K / 64][K / 64 * kTile], dS[K / 64][K / 64 * kTile];  // by 64 columns of K: [v][64]
+  char R[kTile], W[kTile];
   HeadSums sums[2];
-  GradItem item[4];  // by number: a slow warp may still read the one before
-  int64_t index;     // of the next
-  uint64_t landed[2];
+  GradItem item[kItems];
+  uint64_t item_full[kItems];
+  uint64_t keys_full, keys_empty, pairs_full, pairs_empty;
+  uint64_t head_full[kHeadStages], head_empty[kHeadStages];
+  uint64_t S_full[K / 64], S_empty[K / 64], dS_full[K / 64], dS_empty[K / 64];
+  uint64_t sums_full[2], sums_empty[2];
 };
 
 template <class T, int K>
 struct Gradients {
+  static constexpr int kBlocks = K / 64;  // of K, and of V
   const Call& call;
   GradSmem<K>& s;
-  const int group, slices;
-  int thread, warp, lane, g, c, half, rows;  // rows: the warp's first token / 16
-  bool has_d_q, has_d_k;
-  int first_column;  // of K, in blocks of 64
-  Lanes lanes{0};
-  uint32_t own;            // byte of (16 rows + g, 2c) in a tile
-  float d_q[32], d_k[32];  // 4n + e: row g (+8), column 8n + 2c (+1) of 64 columns of K
-  // Of this value head, summed over slices of V: r dS^T; d_o S^T and y S^T, the second half the other way round; d_o.r
-  // or, in the second half, y.r.
-  float by_r[32], by_mine[32], by_other[32], head_pairs[32];
-  float a[2], b[2], S_dS;
+  const int group;
+  const int thread, warp, lane, g, c;  // of its warpgroup
+  const Lanes lanes;
+  const uint32_t own;                      // byte of (16 warp + g, 2c) in a tile
+  int number = 0;          // items so far
+  uint32_t heads = 0;      // value heads so far
 
   __device__ Gradients(const Call& call, GradSmem<K>& s)
-      : call(call), s(s), group(int(call.HV / call.H)), slices(int(call.VS)) {
-    take_place();
-  }
-  // Computed anew at every turn: kept from step to step, these and the addresses that follow from them would crowd the
-  // sums out of the registers.
-  __device__ void take_place() {
-    thread = int(cuda::opaque(threadIdx.x));
-    warp = thread / 32, lane = thread % 32, g = lane >> 2, c = lane & 3, half = warp >> 2, rows = warp & 3;
-    has_d_q = K == 128 || half == 0, has_d_k = K == 128 || half == 1, first_column = K == 128 ? half : 0;
-    lanes = Lanes(lane);
-    own = uint32_t((16 * rows + g) * 128 + (g << 4) + 4 * c);
-  }
+      : call(call), s(s), group(int(call.HV / call.H)), thread(cuda::opaque(threadIdx.x) % 128), warp(thread / 32),
+        lane(thread % 32), g(lane >> 2), c(lane & 3), lanes(lane),
+        own(uint32_t((16 * warp + g) * 128 + (g << 4) + 4 * c)) {}
 
   __device__ static uint32_t at(const void* p) { return cuda::smem_address(p); }
 
-  // ---- Fetching ----
+  // ---- Hand-overs. A stage's n-th use completes phase n / stages of its barriers ----
 
-  // The first item from index i on, in steps of the grid, that has tokens.
-  __device__ void find_item(int64_t i, GradItem& to) const {
+  __device__ HeadStage<K>& head() const { return s.head[heads % kHeadStages]; }
+  __device__ void wait(uint64_t& barrier, uint32_t phase) const { cuda::wait_barrier(at(&barrier), phase & 1); }
+  __device__ void wait_head() const { wait(s.head_full[heads % kHeadStages], heads / kHeadStages); }
+  __device__ void warp_arrives(uint64_t& barrier) const {
+    __syncwarp();
+    if (lane == 0) cuda::arrive(at(&barrier));
+  }
+  __device__ void head_is_read() const { warp_arrives(s.head_empty[heads % kHeadStages]); }
+  __device__ HeadSums& free_sums() const {
+    wait(s.sums_empty[heads & 1], (heads >> 1) + 1);
+    return s.sums[heads & 1];
+  }
+  __device__ void sums_are_there() const { warp_arrives(s.sums_full[heads & 1]); }
+  // The next item.
+  __device__ const GradItem& next_item() {
+    wait(s.item_full[number % kItems], uint32_t(number) / kItems);
+    return s.item[number++ % kItems];
+  }
+
+  // ---- Moving ----
+
+  // The first item from index i on, in steps of the grid, that has tokens; returns the index.
+  __device__ int64_t find_item(int64_t i, GradItem& to) const {
     const int64_t items = call.at.chunks * call.H;
     for (; i < items; i += gridDim.x) {
       const Chunk chunk = chunk_at(call, i / call.H);
       if (chunk.count == 0) continue;
       to = {chunk, int(i / call.H), int(i % call.H)};
-      s.index = i;
-      return;
+      return i;
     }
     to.place = -1;
+    return i;
   }
-  __device__ void fetch_keys(const GradItem& item) {
+  // One thread: items, and by bulk copies all that the kernels before have left.
+  __device__ void move_states() {
+    for (int64_t i = blockIdx.x;; i += gridDim.x) {
+      GradItem& item = s.item[number % kItems];
+      i = find_item(i, item);
+      cuda::arrive(at(&s.item_full[number++ % kItems]));
+      if (item.place < 0) return;
+      for (int x = 0; x < group; ++x, ++heads) {
+        const int hv = item.h * group + x;
+        const uint32_t full = at(&s.head_full[heads % kHeadStages]);
+        wait(s.head_empty[heads % kHeadStages], heads / kHeadStages + 1);
+        cuda::arrive_expecting(full, 2 * kBlocks * kTile + kScalarBytes);
+        cuda::bulk_load(at(head().r), call.rows(call.at.r, item.place, hv, 0), kBlocks * kTile, full);
+        cuda::bulk_load(at(head().y), call.rows(call.at.y, item.place, hv, 0), kBlocks * kTile, full);
+        cuda::bulk_load(at(head().scalars), call.scalars(item.place, hv), kScalarBytes, full);
+#pragma unroll 1
+        for (int part = 0; part < kBlocks; ++part) {
+          move_state(s.dS[part], call.at.dS, item.place, hv, part, s.dS_full[part], s.dS_empty[part]);
+          move_state(s.S[part], call.at.S, item.place, hv, part, s.S_full[part], s.S_empty[part]);
+        }
+      }
+    }
+  }
+  __device__ void move_state(char* to, int64_t from, int place, int hv, int part, uint64_t& full,
+                             uint64_t& empty) const {
+    wait(empty, heads + 1);
+    cuda::arrive_expecting(at(&full), kBlocks * kTile);
+#pragma unroll
+    for (int slice = 0; slice < kBlocks; ++slice)
+      cuda::bulk_load(at(to) + slice * kTile, call.state(from, place, hv, slice) + part * kTile, kTile, at(&full));
+  }
+  // By one warp: [64 K] of a tensor's rows, of a head; ready for wgmma afterwards.
+  __device__ void copy_tiles(char* to, const T* from, int64_t stride, int count) const {
+#pragma unroll 1
+    for (int block = 0; block < kBlocks; ++block)
+      copy_rows<T, 64, 32>(to + block * kTile, from + 64 * block, stride, count, lane, call.aligned);
+  }
+  __device__ void finish_copies(uint64_t& barrier) const {
+    cuda::commit_copies();
+    cuda::wait_copies<0>();
+    cuda::fence_before_bulk();  // wgmma reads what was copied
+    cuda::arrive(at(&barrier));
+  }
+  // One warp: q, k and d_o. The next item's first d_o before its keys, whose place is free later.
+  __device__ void move_rows() {
     const Args& x = call.args;
-    const Chunk& chunk = item.chunk;
-    copy_rows<T, K, kGradThreads>(s.q, row_of<const T>(x.q, chunk.b, chunk.begin, item.h), x.q.stride[1], chunk.count,
-                                  thread, call.aligned);
-    copy_rows<T, K, kGradThreads>(s.k, row_of<const T>(x.k, chunk.b, chunk.begin, item.h), x.k.stride[1], chunk.count,
-                                  thread, call.aligned);
-  }
-  __device__ void fetch(const GradItem& item, int step, int fill) {
-    const int hv = item.h * group + step / slices, slice = step % slices;
-    GradBuffer<K>& to = s.buffer[fill & 1];
-    if (lane == 0) {  // warps ask for a part each
-      const uint32_t landed = at(&s.landed[fill & 1]);
-      constexpr uint32_t kState = K / 64 * kTile;
-      if (warp == 0) cuda::arrive_expecting(landed, 2 * kState + 2 * kTile + kScalarBytes);
-      if (warp == 1) cuda::bulk_load(at(to.S), call.state(call.at.S, item.place, hv, slice), kState, landed);
-      if (warp == 2) cuda::bulk_load(at(to.dS), call.state(call.at.dS, item.place, hv, slice), kState, landed);
-      if (warp == 3) cuda::bulk_load(at(to.r), call.rows(call.at.r, item.place, hv, slice), kTile, landed);
-      if (warp == 4) cuda::bulk_load(at(to.y), call.rows(call.at.y, item.place, hv, slice), kTile, landed);
-      if (warp == 5) cuda::bulk_load(at(to.scalars), call.scalars(item.place, hv), kScalarBytes, landed);
-    }
-    const thalweg_tensor& d_o = call.args.d_o;
-    const bool there = cuda::is_there(d_o);
-    const T* from = there ? row_of<const T>(d_o, item.chunk.b, item.chunk.begin, hv) + 64 * slice
-                          : reinterpret_cast<const T*>(call.workspace);
-    copy_rows<T, 64, kGradThreads>(to.d_o, from, there ? d_o.stride[1] : 0, there ? item.chunk.count : 0, thread,
-                                   call.aligned);
-  }
-
-  // ---- Products ----
-
-  // q.k (first half) or k.k of this warp's tokens with those up to its own block.
-  __device__ void key_products() {
-    float x[8][4];
-    zero(x);
-#pragma unroll
-    for (int step = 0; step < K / 16; ++step) {
-      uint32_t row[4];
-      cuda::load_matrices(row, tile_at(lanes.down, half ? at(s.k) : at(s.q), 16 * rows, step));
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        if (n > rows) break;
-        uint32_t k[4];
-        cuda::load_matrices(k, tile_at(lanes.across, at(s.k), 16 * n, step));
-        mma<T>(x[2 * n], row, k[0], k[1]), mma<T>(x[2 * n + 1], row, k[2], k[3]);
+    const bool there = cuda::is_there(x.d_o);
+    for (;;) {
+      const GradItem& item = next_item();
+      if (item.place < 0) return;
+      const Chunk& chunk = item.chunk;
+      for (int i = 0; i < group; ++i, ++heads) {
+        const T* from = there ? row_of<const T>(x.d_o, chunk.b, chunk.begin, item.h * group + i)
+                              : reinterpret_cast<const T*>(call.workspace);
+        wait(s.head_empty[heads % kHeadStages], heads / kHeadStages + 1);
+        copy_tiles(head().d_o, from, there ? x.d_o.stride[1] : 0, there ? chunk.count : 0);
+        finish_copies(s.head_full[heads % kHeadStages]);
+        if (i > 0) continue;
+        wait(s.keys_empty, uint32_t(number));
+        copy_tiles(s.q, row_of<const T>(x.q, chunk.b, chunk.begin, item.h), x.q.stride[1], chunk.count);
+        copy_tiles(s.k, row_of<const T>(x.k, chunk.b, chunk.begin, item.h), x.k.stride[1], chunk.count);
+        finish_copies(s.keys_full);
       }
     }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      if (n / 2 > rows) break;
-      s.pairs.keys[pair_tile(n)][lane] = {x[n][0], x[n][1], x[n][2], x[n][3]};
-      s.pairs.sum[pair_tile(n)][lane] = {0.f, 0.f, 0.f, 0.f};
-    }
   }
-  // Where C tile n of this warp's tokens is kept: warps with more earlier tokens have more of them.
-  __device__ int pair_tile(int n) const { return half * 20 + rows * (rows + 1) + n; }
-
-  // x (+)= a b for b [64 inner][64 columns]; a in registers, or a tile [64 tokens][64 inner], or [inner][token] with
-  // kMajorM.
-  __device__ static void times(float (&x)[32], const uint32_t (&rows)[4][4], uint32_t tile) {
-    const uint64_t b = cuda::sm90::descriptor(tile);
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      cuda::sm90::wgmma_rs_n64<T, 1>(x, rows[step], cuda::sm90::advanced(b, step * 2048), true);
-  }
-  template <int kMajorM>
-  __device__ static void times(float (&x)[32], uint32_t rows, uint32_t tile, bool accumulate) {
-    const uint64_t a = cuda::sm90::descriptor(rows), b = cuda::sm90::descriptor(tile);
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      cuda::sm90::wgmma_ss_n64<T, kMajorM, 1>(x, cuda::sm90::advanced(a, step * (kMajorM ? 2048 : 32)),
-                                              cuda::sm90::advanced(b, step * 2048), accumulate || step > 0);
-  }
-
-  // This lane's pair of elements in C tile n of 16-bit tiles, row 16 rows + g + 8e.
-  __device__ uint32_t own_at(int n, int e) const { return uint32_t(1024 * e) + (own ^ uint32_t(n << 4)); }
-  __device__ float2 key_pair(const char* tile, int n, int e) const {
-    return unpack<T>(*reinterpret_cast<const uint32_t*>(tile + first_column * kTile + own_at(n, e)));
-  }
-
-  // sum += factor x; returns x.keys, by row.
-  __device__ void add_rows(const float (&x)[32], const float (&factor)[2], const char* keys, float (&sum)[32],
-                           float (&dots)[2]) const {
-    float along[2] = {0.f, 0.f};
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float2 k = key_pair(keys, n, e);
-        const float x0 = x[4 * n + 2 * e], x1 = x[4 * n + 2 * e + 1];
-        sum[4 * n + 2 * e] += factor[e] * x0, sum[4 * n + 2 * e + 1] += factor[e] * x1;
-        along[e] += x0 * k.x + x1 * k.y;
+  // Two warps: S.dS of the heads, and one of them then d_g and d_beta of the head before.
+  __device__ void make_scalars(int half) {
+    const GradItem* before = nullptr;
+    int64_t hv_before = 0;
+    const auto finish = [&] {
+      if (half == 0 || !before) return;
+      HeadSums& sums = s.sums[(heads - 1) & 1];
+      wait(s.sums_full[(heads - 1) & 1], (heads - 1) >> 1);
+      store_head(*before, hv_before, sums);
+      warp_arrives(s.sums_empty[(heads - 1) & 1]);
+    };
+    for (;;) {
+      const GradItem& item = next_item();
+      if (item.place < 0) break;
+      for (int x = 0; x < group; ++x, ++heads) {
+        float sum = 0.f;
+#pragma unroll 1
+        for (int part = 0; part < kBlocks; ++part) {
+          wait(s.dS_full[part], heads);
+          wait(s.S_full[part], heads);
+          sum += dot_states(s.S[part], s.dS[part], half);
+          warp_arrives(s.dS_empty[part]);
+          warp_arrives(s.S_empty[part]);
+        }
+        sum = cuda::warp_sum(sum);
+        HeadSums& sums = free_sums();
+        if (lane == 0) sums.states[half] = sum;
+        sums_are_there();
+        finish();
+        before = &item, hv_before = item.h * group + x;
       }
-    dots[0] += factor[0] * along[0], dots[1] += factor[1] * along[1];
-  }
-
-  // S.dS over this warp's 16 rows of V and half of K: the diagonal of a product, which costs less than its elements.
-  __device__ void dot_states(const GradBuffer<K>& in) {
-    float x[2][4];
-    zero(x);
-#pragma unroll
-    for (int step = 0; step < K / 32; ++step) {
-      uint32_t S[4], dS[4];
-      cuda::load_matrices(S, tile_at(lanes.down, at(in.S), 16 * rows, half * (K / 32) + step));
-      cuda::load_matrices(dS, tile_at(lanes.across, at(in.dS), 16 * rows, half * (K / 32) + step));
-      mma<T>(x[0], S, dS[0], dS[1]), mma<T>(x[1], S, dS[2], dS[3]);
     }
-    if (g == 2 * c) S_dS += x[0][0] + x[1][2];
-    if (g == 2 * c + 1) S_dS += x[0][1] + x[1][3];
+    finish();
   }
-
-  // One slice of V. Which half has which stays out of the products' control flow, where ptxas would serialise them.
-  // With K = 64 a half computes more than it uses.
-  template <bool is_first, class Meanwhile>
-  __device__ void slice(const GradBuffer<K>& in, const Meanwhile& meanwhile) {
-    const uint32_t S = at(in.S) + first_column * kTile, dS = at(in.dS) + first_column * kTile;
-    const uint32_t mine = half ? at(in.y) : at(in.d_o), other = half ? at(in.d_o) : at(in.y), r = at(in.r);
-    cuda::sm90::wgmma_fence();
-    times<1>(by_r, r, dS, !is_first);
-    times<0>(by_mine, mine, S, !is_first);
-    if constexpr (K == 128) times<0>(by_other, other, S, !is_first);
-    times<0>(head_pairs, mine, r, !is_first);
-    cuda::sm90::wgmma_commit();
-    meanwhile();
-    dot_states(in);
-    cuda::sm90::wgmma_wait<0>();
+  __device__ float dot_states(const char* S, const char* dS, int half) const {
+    float sum[2] = {0.f, 0.f};
+#pragma unroll 2
+    for (int i = (32 * half + lane) * 16; i < kBlocks * kTile; i += 2 * 32 * 16) {
+      const uint4 x = *reinterpret_cast<const uint4*>(S + i), y = *reinterpret_cast<const uint4*>(dS + i);
+      const auto add = [&](uint32_t a, uint32_t b) {
+        const float2 f = unpack<T>(a), g = unpack<T>(b);
+        sum[0] += f.x * g.x, sum[1] += f.y * g.y;
+      };
+      add(x.x, y.x), add(x.y, y.y), add(x.z, y.z), add(x.w, y.w);
+    }
+    return sum[0] + sum[1];
   }
-
-  // ---- A value head's end ----
-
-  // R or W of this head from head_pairs, without beta_j: to the sum with it; times q.k or k.k to `out`, as Z.
-  // The diagonal of y.r is d_beta. Half of the C tiles at a time, all loads before the stores that might, for all ptxas
-  // knows, change what is loaded.
-  template <int first_tile>
-  __device__ void weigh_pairs(const GradBuffer<K>& in, char* out, HeadSums& sums) {
-    constexpr int kEnd = first_tile + 4;
-    if (first_tile / 2 > rows) return;
-    const float *G = in.scalars[kG], *beta = in.scalars[kBeta];
-    const int first = 16 * rows + g;
-    const float Gi[2] = {G[first], G[first + 8]};
-    const float f[2] = {half ? -beta[first] : call.scale, half ? -beta[first + 8] : call.scale};
-    const int limit = first + 1 - half - 2 * c;  // column 8n + e of row first is in the triangle if below it
-    float diagonal[2] = {0.f, 0.f};
-    bool has_diagonal = false;
-    uint32_t z[4][2];
-#pragma unroll
-    for (int n = first_tile; n < kEnd; ++n) {
-      if (n / 2 > rows) break;
-      has_diagonal = n / 2 == rows;
-      const float4 keys = s.pairs.keys[pair_tile(n)][lane];
-      const float2 Gj = *reinterpret_cast<const float2*>(G + 8 * n + 2 * c);
-      const float2 beta_j = *reinterpret_cast<const float2*>(beta + 8 * n + 2 * c);
-      float* x = head_pairs + 4 * n;
-      const float products[4] = {keys.x, keys.y, keys.z, keys.w};
-      float w[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = e >> 1, column = 8 * n + (e & 1) - 8 * row;
-        if (column == limit - 1 + half) diagonal[row] = x[e];
-        const float D = cuda::exp2_fast(Gi[row] - (e & 1 ? Gj.y : Gj.x));
-        w[e] = column < limit ? f[row] * D * x[e] : 0.f;
-        x[e] = w[e] * (e & 1 ? beta_j.y : beta_j.x);
-      }
-      z[n - first_tile][0] = pack<cuda::bf16>(w[0] * products[0], w[1] * products[1]);
-      z[n - first_tile][1] = pack<cuda::bf16>(w[2] * products[2], w[3] * products[3]);
-    }
-    // The diagonal is in the lane whose columns 2c, 2c+1 hold g.
-    if (half && has_diagonal && g / 2 == c) sums.beta[first] = diagonal[0], sums.beta[first + 8] = diagonal[1];
-#pragma unroll
-    for (int n = first_tile; n < kEnd; ++n) {
-      if (n / 2 > rows) break;
-      const float4 sum = s.pairs.sum[pair_tile(n)][lane];
-      float* x = head_pairs + 4 * n;
-      x[0] += sum.x, x[1] += sum.y, x[2] += sum.z, x[3] += sum.w;
-    }
-#pragma unroll
-    for (int n = first_tile; n < kEnd; ++n) {
-      if (n / 2 > rows) break;
-      const float* x = head_pairs + 4 * n;
-      s.pairs.sum[pair_tile(n)][lane] = {x[0], x[1], x[2], x[3]};
-      *reinterpret_cast<uint32_t*>(out + own_at(n, 0)) = z[n - first_tile][0];
-      *reinterpret_cast<uint32_t*>(out + own_at(n, 1)) = z[n - first_tile][1];
-    }
-  }
-
-  // within_t = sum_j<t beta_j sum_i>=t Z_ij: only terms that token t's decay is a factor of. The inner sum is a product
-  // with a triangle of ones.
-  __device__ void sum_within(const GradBuffer<K>& in, uint32_t z, float (&within)[2]) {
-    float x[8][4];
-    zero(x);
+  // d_g and d_beta of a head, lane l those of tokens 2l and 2l+1.
+  __device__ void store_head(const GradItem& item, int64_t hv, const HeadSums& sums) const {
+    const auto pair = [&](const float* x) { return reinterpret_cast<const float2*>(x)[lane]; };
+    const auto both = [&](const float(&x)[2][kC]) {
+      const float2 low = pair(x[0]), high = kBlocks == 2 ? pair(x[1]) : float2{0.f, 0.f};
+      return float2{low.x + high.x, low.y + high.y};
+    };
+    const float2 starts = both(sums.starts), ends = both(sums.ends), beta = pair(sums.beta);
+    float2 within = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < rows) continue;
-      const bool own = i == rows;
-      const auto ones = [&](int t, int k) { return pack<cuda::bf16>(!own || k >= t, !own || k + 1 >= t); };
-      const uint32_t triangle[4] = {ones(g, 2 * c), ones(g + 8, 2 * c), ones(g, 2 * c + 8), ones(g + 8, 2 * c + 8)};
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        if (n > rows) break;
-        uint32_t b[4];
-        cuda::load_matrices_transposed(b, tile_at(lanes.down, z, 16 * i, n));
-        mma<cuda::bf16>(x[2 * n], triangle, b[0], b[1]), mma<cuda::bf16>(x[2 * n + 1], triangle, b[2], b[3]);
-      }
+      const float2 x = pair(sums.within[i]);
+      within.x += x.x, within.y += x.y;
     }
-    within[0] = within[1] = 0.f;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      if (n / 2 > rows) break;
-      const float2 beta = *reinterpret_cast<const float2*>(in.scalars[kBeta] + 8 * n + 2 * c);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int t = 16 * rows + g + (e >> 1) * 8, j = 8 * n + 2 * c + (e & 1);
-        within[e >> 1] += j < t ? (e & 1 ? beta.y : beta.x) * x[n][e] : 0.f;
-      }
-    }
-  }
-
-  // The states' part to d_q and d_k.
-  __device__ void add_states(const GradBuffer<K>& in) {
-    float read[2], erase[2], write[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int i = 16 * rows + g + 8 * e;
-      const float E = in.scalars[kE][i], beta = in.scalars[kBeta][i];
-      read[e] = call.scale * E, erase[e] = -E * beta, write[e] = in.scalars[kDn][i] * beta;
-    }
-    a[0] = a[1] = b[0] = b[1] = 0.f;
-    if (has_d_k) add_rows(by_r, write, s.k, d_k, b);
-    if (half)
-      add_rows(by_mine, erase, s.k, d_k, a);
-    else
-      add_rows(by_mine, read, s.q, d_q, a);
-    if constexpr (K == 128) {
-      if (half)
-        add_rows(by_other, read, s.q, d_q, a);
-      else
-        add_rows(by_other, erase, s.k, d_k, a);
-    }
-  }
-
-  __device__ void end_head(const GradBuffer<K>& in, HeadSums& sums) {
-    take_place();
-    add_states(in);
-    weigh_pairs<0>(in, s.pairs_out[half], sums);
-    weigh_pairs<4>(in, s.pairs_out[half], sums);
-    cuda::sync_threads(1 + half, kGradThreads / 2);
-    float within[2];
-    sum_within(in, at(s.pairs_out[half]), within);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int i = 16 * rows + g + 8 * e;
-      const float a_sum = quad_sum(a[e]), b_sum = quad_sum(b[e]), w = quad_sum(within[e]);
-      if (c == 0) sums.through_start[half][i] = a_sum, sums.through_end[half][i] = b_sum;
-      if (c == 0) sums.within[half][i] = w;
-    }
-    const float states = cuda::warp_sum(S_dS);
-    if (lane == 0) sums.states[warp] = states;
-  }
-
-  // One warp: d_g and d_beta of the head, lane l those of tokens 2l and 2l+1.
-  __device__ void store_scalars(const GradItem& item, int64_t hv, const HeadSums& sums, float E_n) {
-    const auto both = [&](const float(&x)[2][kC], int e) { return x[0][2 * lane + e] + x[1][2 * lane + e]; };
-    const float a0 = both(sums.through_start, 0), a1 = both(sums.through_start, 1);
-    const float b0 = both(sums.through_end, 0), b1 = both(sums.through_end, 1);
-    float after = a0 + a1, before = b0 + b1;  // sums over the lanes from, up to, this one
+    float after = starts.x + starts.y, before = ends.x + ends.y;  // sums over the lanes from, up to, this one
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const float x = __shfl_down_sync(0xffffffffu, after, step), z = __shfl_up_sync(0xffffffffu, before, step);
-      if (lane + step < 32) after += x;
-      if (lane >= step) before += z;
+      after += lane + step < 32 ? x : 0.f;
+      before += lane >= step ? z : 0.f;
     }
-    before = __shfl_up_sync(0xffffffffu, before, 1);
-    if (lane == 0) before = 0.f;
-    float after_next = __shfl_down_sync(0xffffffffu, after, 1);
-    if (lane == 31) after_next = 0.f;
-    float states = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) states += sums.states[i];
-    const float d_g[2] = {E_n * states + before + after + both(sums.within, 0),
-                          E_n * states + (before + b0) + (a1 + after_next) + both(sums.within, 1)};
+    const float up_to_last = __shfl_up_sync(0xffffffffu, before, 1);
+    const float from_next = __shfl_down_sync(0xffffffffu, after, 1);
+    before = lane == 0 ? 0.f : up_to_last;
+    const float S_dS = sums.E_n * (sums.states[0] + sums.states[1]);
+    const float d_g[2] = {S_dS + before + after + within.x,
+                          S_dS + (before + ends.x) + (starts.y + (lane == 31 ? 0.f : from_next)) + within.y};
     const Args& x = call.args;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -393,167 +258,330 @@ struct Gradients {
         cuda::store_at(t, item.chunk.b * t.stride[0] + token * t.stride[1] + hv * t.stride[2], value);
       };
       put(x.d_g, d_g[e]);
-      put(x.d_beta, sums.beta[2 * lane + e]);
+      put(x.d_beta, e ? beta.y : beta.x);
     }
   }
 
-  // ---- The key head's end ----
+  // ---- Products: between a fence and a wait ----
 
-  // d_q += R k;  d_k += R^T q + (W + W^T) k. Blocks above the diagonal are zeros in registers.
-  template <class Meanwhile>
-  __device__ void add_pairs(const Meanwhile& meanwhile) {
-    take_place();
-    char* out = s.pairs_out[half];
+  // x (+)= a b, b [64 inner][64 columns] a tile; a a tile [64 tokens][64 inner], or [inner][token] with kMajorM.
+  template <int kMajorM>
+  __device__ static void times(float (&x)[32], uint32_t rows, uint32_t tile, bool accumulate) {
+    const uint64_t a = cuda::sm90::descriptor(rows), b = cuda::sm90::descriptor(tile);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      if (n / 2 > rows) break;
-      const float4 x = s.pairs.sum[pair_tile(n)][lane];
-      *reinterpret_cast<uint32_t*>(out + own_at(n, 0)) = pack<T>(x.x, x.y);
-      *reinterpret_cast<uint32_t*>(out + own_at(n, 1)) = pack<T>(x.z, x.w);
-    }
-    __syncthreads();
-    const uint32_t R = at(s.pairs_out[0]), W = at(s.pairs_out[1]);
-    const uint32_t q = at(s.q) + first_column * kTile, k = at(s.k) + first_column * kTile;
-    uint32_t x[4][4], y[4][4];
-    load_lower(x, R);
-    load_upper(y, R);
-    cuda::sm90::wgmma_fence();
-    times(d_q, x, k);
-    times(d_k, y, q);
-    cuda::sm90::wgmma_commit();
-    meanwhile();
-    cuda::sm90::wgmma_wait<0>();
-    load_lower(x, W);
-    load_upper(y, W);
-    cuda::sm90::wgmma_fence();
-    times(d_k, x, k);
-    times(d_k, y, k);
-    cuda::sm90::wgmma_commit();
-    cuda::sm90::wgmma_wait<0>();
+    for (int step = 0; step < 4; ++step)
+      cuda::sm90::wgmma_ss_n64<T, kMajorM, 1>(x, cuda::sm90::advanced(a, step * (kMajorM ? 2048 : 32)),
+                                              cuda::sm90::advanced(b, step * 2048), accumulate || step > 0);
   }
-  // This warp's rows of a lower triangle, and of its transposition.
-  __device__ void load_lower(uint32_t (&x)[4][4], uint32_t tile) const {
+  // The same over all blocks of V.
+  template <int kMajorM>
+  __device__ static void times_all(float (&x)[32], const char* rows, const char* tiles) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
-      if (i <= rows) cuda::load_matrices(x[i], tile_at(lanes.down, tile, 16 * rows, i));
-    }
+    for (int i = 0; i < kBlocks; ++i) times<kMajorM>(x, at(rows) + i * kTile, at(tiles) + i * kTile, i > 0);
   }
-  __device__ void load_upper(uint32_t (&x)[4][4], uint32_t tile) const {
+  // x = a k^T over K
+  __device__ void times_keys(float (&x)[32], const char* rows) const {
+    const uint64_t a = cuda::sm90::descriptor(at(rows)), b = cuda::sm90::descriptor(at(s.k));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
-      if (i >= rows) cuda::load_matrices_transposed(x[i], tile_at(lanes.across, tile, 16 * i, rows));
+    for (int step = 0; step < K / 16; ++step) {
+      const uint32_t by = step / 4 * kTile + step % 4 * 32;
+      cuda::sm90::wgmma_ss_n64<T, 0, 0>(x, cuda::sm90::advanced(a, by), cuda::sm90::advanced(b, by), step > 0);
     }
   }
 
-  __device__ void to_image(const float (&x)[32], char* image) const {
+  // ---- 64 columns of d_q and d_k ----
+
+  // Of this lane's rows, times beta if asked for.
+  __device__ void row_factors(const float (&of)[4][kC], Scalar which, bool with_beta, float (&f)[2]) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int i = 16 * warp + g + 8 * e;
+      f[e] = with_beta ? of[which][i] * of[kBeta][i] : of[which][i];
+    }
+  }
+  // sum += factor x; dots += factor x.keys, by row; keys: block of 64 columns.
+  __device__ void add_rows(const float (&x)[32], const float (&factor)[2], const char* keys, float (&sum)[32],
+                           float (&dots)[2]) const {
+    float along[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 2; ++e)
-        *reinterpret_cast<uint32_t*>(image + first_column * kTile + own_at(n, e)) =
-            pack<T>(x[4 * n + 2 * e], x[4 * n + 2 * e + 1]);
-  }
-  __device__ void store_rows(const GradItem& item, const thalweg_tensor& t, const char* image) const {
-    if (!cuda::is_there(t)) return;
-    T* to = row_of<T>(t, item.chunk.b, item.chunk.begin, item.h);
-#pragma unroll
-    for (int i = thread; i < kC * K / 8; i += kGradThreads) {
-      const int row = i / (K / 8), piece = i % (K / 8);
-      if (row < item.chunk.count)
-        store_piece(to + row * t.stride[1] + piece * 8, image + piece_at(row, piece), call.aligned);
-    }
-  }
-
-  // Waits for fill `fill`.
-  __device__ const GradBuffer<K>& filled(int fill) {
-    cuda::wait_copies<0>();
-    cuda::fence_before_bulk();  // q, k and d_o are read by wgmma
-    cuda::wait_barrier(at(&s.landed[fill & 1]), uint32_t(fill >> 1) & 1);
-    __syncthreads();
-    take_place();
-    return s.buffer[fill & 1];
-  }
-  // Asks for the fill after `fill`, which is step `step` of `item`: the item's or, at its end, that of `next`.
-  __device__ void fetch_ahead(const GradItem& item, const GradItem& next, int step, int fill) {
-    const bool same = step + 1 < group * slices;
-    const GradItem& from = same ? item : next;
-    if (from.place < 0) return;
-    fetch(from, same ? step + 1 : 0, fill + 1);
-    cuda::commit_copies();
-  }
-  // Returns the number of fills so far. What can wait is done while products run.
-  __device__ int run_item(const GradItem& item, const GradItem& next, int fill) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) d_q[i] = d_k[i] = 0.f;
-    int step = 0;
-    float E_n = 0.f;
-    const auto store_before = [&](int x) {  // scalars of the head before head x
-      if (x > 0 && warp == 0) store_scalars(item, item.h * group + x - 1, s.sums[(x - 1) & 1], E_n);
-    };
-    for (int x = 0; x < group; ++x, ++step, ++fill) {
-      const GradBuffer<K>* in = &filled(fill);
-      if (x == 0) key_products();
-      S_dS = 0.f;
-      slice<true>(*in, [&] {
-        fetch_ahead(item, next, step, fill);
-        store_before(x);
-      });
-      for (int part = 1; part < slices; ++part) {
-        __syncthreads();  // the buffer is read
-        in = &filled(++fill);
-        ++step;
-        slice<false>(*in, [&] { fetch_ahead(item, next, step, fill); });
+      for (int e = 0; e < 2; ++e) {
+        const float2 k = unpack<T>(*reinterpret_cast<const uint32_t*>(keys + 1024 * e + (own ^ uint32_t(n << 4))));
+        const float x0 = x[4 * n + 2 * e], x1 = x[4 * n + 2 * e + 1];
+        sum[4 * n + 2 * e] += factor[e] * x0, sum[4 * n + 2 * e + 1] += factor[e] * x1;
+        along[e] += x0 * k.x + x1 * k.y;
       }
-      E_n = in->scalars[kE][kC - 1];
-      end_head(*in, s.sums[x & 1]);
-      __syncthreads();
+    dots[0] += factor[0] * along[0], dots[1] += factor[1] * along[1];
+  }
+  // Dots of the lanes that share rows, to their place.
+  __device__ void put_dots(const float (&dots)[2], float* to) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float sum = quad_sum(dots[e]);
+      if (c == 0) to[16 * warp + g + 8 * e] = sum;
     }
-    add_pairs([&] { store_before(group); });
-    return fill;
+  }
+  // A quad's lanes have 4 bytes each of four pieces of 16; afterwards lane c has piece c.
+  __device__ void exchange(uint32_t (&x)[4]) const {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & step) continue;
+        const bool odd = c & step;
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i ^ step], step);
+        x[i] = odd ? other : x[i];
+        x[i ^ step] = odd ? x[i ^ step] : other;
+      }
+  }
+  __device__ void store_rows(const GradItem& item, const thalweg_tensor& t, int part, const float (&x)[32]) const {
+    if (!cuda::is_there(t)) return;
+    T* to = row_of<T>(t, item.chunk.b, item.chunk.begin, item.h) + (16 * warp + g) * t.stride[1] + 64 * part + 8 * c;
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+#pragma unroll
+      for (int n = 0; n < 8; n += 4) {
+        uint32_t piece[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) piece[i] = pack<T>(x[4 * (n + i) + 2 * e], x[4 * (n + i) + 2 * e + 1]);
+        exchange(piece);
+        const uint4 out = {piece[0], piece[1], piece[2], piece[3]};
+        if (16 * warp + g + 8 * e < item.chunk.count)
+          store_piece(to + 8 * e * t.stride[1] + 8 * n, reinterpret_cast<const char*>(&out), call.aligned);
+      }
+  }
+  __device__ void run_columns(int part) {
+    float d_q[32], d_k[32], x[32], y[32];
+    for (;;) {
+      const GradItem& item = next_item();
+      if (item.place < 0) return;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) d_q[i] = d_k[i] = 0.f;
+      for (int head_of_group = 0; head_of_group < group; ++head_of_group, ++heads) {
+        wait_head();
+        const HeadStage<K>& in = head();
+        // Anew in every turn: descriptions of tiles that are kept crowd the sums out of the registers.
+        const uint32_t here = __shfl_sync(0xffffffffu, cuda::opaque(part * kTile), 0);
+        const char *q = s.q + here, *k = s.k + here, *S = s.S[0] + kBlocks * here, *dS = s.dS[0] + kBlocks * here;
+        wait(s.dS_full[part], heads);
+        cuda::sm90::wgmma_fence();
+        times_all<1>(x, in.r, dS);
+        cuda::sm90::wgmma_commit();
+        wait(s.S_full[part], heads);
+        cuda::sm90::wgmma_fence();
+        times_all<0>(y, in.y, S);
+        cuda::sm90::wgmma_commit();
+        float f[2], starts[2] = {0.f, 0.f}, ends[2] = {0.f, 0.f};
+        if (head_of_group == 0) wait(s.keys_full, uint32_t(number - 1));
+        cuda::sm90::wgmma_wait<1>();
+        warp_arrives(s.dS_empty[part]);
+        row_factors(in.scalars, kDn, true, f);
+        add_rows(x, f, k, d_k, ends);
+        cuda::sm90::wgmma_fence();
+        times_all<0>(x, in.d_o, S);
+        cuda::sm90::wgmma_commit();
+        cuda::sm90::wgmma_wait<1>();
+        row_factors(in.scalars, kE, true, f);
+        f[0] = -f[0], f[1] = -f[1];
+        add_rows(y, f, k, d_k, starts);
+        row_factors(in.scalars, kE, false, f);
+        f[0] *= call.scale, f[1] *= call.scale;
+        cuda::sm90::wgmma_wait<0>();
+        warp_arrives(s.S_empty[part]);
+        head_is_read();
+        add_rows(x, f, q, d_q, starts);
+        HeadSums& sums = free_sums();
+        put_dots(starts, sums.starts[part]);
+        put_dots(ends, sums.ends[part]);
+        sums_are_there();
+        wait(s.pairs_full, heads);
+        cuda::sm90::wgmma_fence();
+        times<0>(d_q, at(s.R), at(k), true);
+        times<1>(d_k, at(s.R), at(q), true);
+        times<0>(d_k, at(s.W), at(k), true);
+        times<1>(d_k, at(s.W), at(k), true);
+        cuda::sm90::wgmma_commit();
+        cuda::sm90::wgmma_wait<0>();
+        warp_arrives(s.pairs_empty);
+      }
+      warp_arrives(s.keys_empty);
+      store_rows(item, call.args.d_q, part, d_q);
+      store_rows(item, call.args.d_k, part, d_k);
+    }
   }
 
-  __device__ void run() {
-    if (thread == 0) find_item(blockIdx.x, s.item[0]);
-    __syncthreads();
-    if (s.item[0].place < 0) return;
-    fetch_keys(s.item[0]);
-    fetch(s.item[0], 0, 0);
-    cuda::commit_copies();
-    for (int fill = 0;;) {
-      const int number = fill / (group * slices);
-      const GradItem& item = s.item[number & 3];
-      GradItem& next = s.item[(number + 1) & 3];
-      if (thread == 0) find_item(s.index + gridDim.x, next);
-      __syncthreads();
-      fill = run_item(item, next, fill);
-      take_place();
-      if (has_d_q) to_image(d_q, s.out.d_q);
-      if (has_d_k) to_image(d_k, s.out.d_k);
-      __syncthreads();  // q and k are read, d_q and d_k written
-      if (next.place >= 0) fetch_keys(next);
-      cuda::commit_copies();
-      store_rows(item, call.args.d_q, s.out.d_q);
-      store_rows(item, call.args.d_k, s.out.d_k);
-      if (next.place < 0) return;
+  // ---- Pairs of tokens: R, W, and what of d_g and d_beta follows from them ----
+
+  // R and W of this warp's rows from d_o.r and y.r, with beta_j, to their tiles; diagonal: y_i.r_i.
+  __device__ void weigh(const HeadStage<K>& in, const float (&d_o_r)[32], const float (&y_r)[32],
+                        float (&diagonal)[2]) const {
+    float Gi[2], beta_i[2];
+    row_factors(in.scalars, kG, false, Gi);
+    row_factors(in.scalars, kBeta, false, beta_i);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      uint32_t R[4], W[4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int column = 16 * n + 8 * m + 2 * c;
+        const float2 Gj = *reinterpret_cast<const float2*>(in.scalars[kG] + column);
+        const float2 beta = *reinterpret_cast<const float2*>(in.scalars[kBeta] + column);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int i = 16 * warp + g + 8 * e;
+          float r[2], w[2];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int at = 8 * n + 4 * m + 2 * e + j;
+            const float D = cuda::exp2_fast(Gi[e] - (j ? Gj.y : Gj.x)) * (j ? beta.y : beta.x);
+            r[j] = column + j <= i ? call.scale * (D * d_o_r[at]) : 0.f;
+            w[j] = column + j < i ? -beta_i[e] * (D * y_r[at]) : 0.f;
+            diagonal[e] = column + j == i ? y_r[at] : diagonal[e];
+          }
+          R[2 * m + e] = pack<T>(r[0], r[1]), W[2 * m + e] = pack<T>(w[0], w[1]);
+        }
+      }
+      const uint32_t to = tile_at(lanes.down, 0, 16 * warp, n);
+      cuda::store_matrices(at(s.R) + to, R[0], R[1], R[2], R[3]);
+      cuda::store_matrices(at(s.W) + to, W[0], W[1], W[2], W[3]);
+    }
+  }
+  // z: R q.k + W k.k of this warp's rows.
+  __device__ void times_pairs(const uint32_t (&qk)[16], const uint32_t (&kk)[16], uint32_t (&z)[16]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      uint32_t R[4], W[4];
+      const uint32_t from = tile_at(lanes.down, 0, 16 * warp, n);
+      cuda::load_matrices(R, at(s.R) + from);
+      cuda::load_matrices(W, at(s.W) + from);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 r = unpack<T>(R[i]), w = unpack<T>(W[i]);
+        const float2 x = unpack<cuda::bf16>(qk[4 * n + i]), y = unpack<cuda::bf16>(kk[4 * n + i]);
+        z[4 * n + i] = pack<cuda::bf16>(r.x * x.x + w.x * y.x, r.y * x.y + w.y * y.y);
+      }
+    }
+  }
+  // within_t = sum_j<t sum_i>=t z_ij over this warp's rows i: only terms that token t's decay is a factor of. The inner
+  // sum is a product of a triangle of ones with z^T.
+  __device__ void put_within(const uint32_t (&z)[16], float* to) const {
+    const auto ones = [&](int t, int k) { return pack<cuda::bf16>(k < t ? 1.f : 0.f, k + 1 < t ? 1.f : 0.f); };
+    const uint32_t below[4] = {ones(g, 2 * c), ones(g + 8, 2 * c), ones(g, 2 * c + 8), ones(g + 8, 2 * c + 8)};
+    const uint32_t one = pack<cuda::bf16>(1.f, 1.f), all[4] = {one, one, one, one};
+    float before[2][4];  // of the columns of earlier blocks, by 8 rows i
+    zero(before);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float sums[2] = {0.f, 0.f};
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float x[4] = {before[e][0], before[e][1], before[e][2], before[e][3]};
+        mma<cuda::bf16>(x, below, z[4 * n + e], z[4 * n + 2 + e]);
+        if (n < 3) mma<cuda::bf16>(before[e], all, z[4 * n + e], z[4 * n + 2 + e]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int i = 16 * warp + 8 * e + 2 * c + (j & 1), t = 16 * n + g + (j >> 1) * 8;
+          sums[j >> 1] += i >= t ? x[j] : 0.f;
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float sum = quad_sum(sums[e]);
+        if (c == 0) to[16 * n + g + 8 * e] = sum;
+      }
+    }
+  }
+  __device__ void key_products(uint32_t (&qk)[16], uint32_t (&kk)[16]) const {
+    float x[32], y[32];
+    cuda::sm90::wgmma_fence();
+    times_keys(x, s.q);
+    times_keys(y, s.k);
+    cuda::sm90::wgmma_commit();
+    cuda::sm90::wgmma_wait<0>();
+    // tiles 2n and 2n+1, rows g and g + 8
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      qk[i] = pack<cuda::bf16>(x[2 * i], x[2 * i + 1]);
+      kk[i] = pack<cuda::bf16>(y[2 * i], y[2 * i + 1]);
+    }
+  }
+  __device__ void run_pairs() {
+    uint32_t qk[16], kk[16];
+    for (;;) {
+      const GradItem& item = next_item();
+      if (item.place < 0) return;
+      for (int head_of_group = 0; head_of_group < group; ++head_of_group, ++heads) {
+        wait_head();
+        const HeadStage<K>& in = head();
+        float d_o_r[32], y_r[32], diagonal[2] = {0.f, 0.f};
+        uint32_t z[16];
+        cuda::sm90::wgmma_fence();
+        times_all<0>(d_o_r, in.d_o, in.r);
+        times_all<0>(y_r, in.y, in.r);
+        cuda::sm90::wgmma_commit();
+        wait(s.pairs_empty, heads + 1);
+        cuda::sm90::wgmma_wait<0>();
+        weigh(in, d_o_r, y_r, diagonal);
+        cuda::fence_before_bulk();  // wgmma reads R and W
+        warp_arrives(s.pairs_full);
+        HeadSums& sums = free_sums();
+        // The diagonal is in the lane whose columns 2c, 2c+1 hold g.
+        if (g / 2 == c) sums.beta[16 * warp + g] = diagonal[0], sums.beta[16 * warp + g + 8] = diagonal[1];
+        if (thread == 0) sums.E_n = in.scalars[kE][kC - 1];
+        head_is_read();
+        if (head_of_group == 0) {
+          wait(s.keys_full, uint32_t(number - 1));
+          key_products(qk, kk);
+          warp_arrives(s.keys_empty);
+        }
+        times_pairs(qk, kk, z);
+        put_within(z, sums.within[warp]);
+        sums_are_there();
+      }
     }
   }
 };
 
 // Blocks take items (a chunk and a key head) with a stride of the grid.
 template <class T, int K>
-__global__ void __launch_bounds__(kGradThreads, 1) gradient_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kGradThreads<K>, 1) gradient_kernel(const __grid_constant__ Call call) {
   extern __shared__ __align__(1024) char raw[];
   auto& s = *reinterpret_cast<GradSmem<K>*>(raw);
+  constexpr int kBlocks = K / 64, kReaders = 4 * kBlocks + 4;  // warps that read a head's rows
   if (threadIdx.x == 0) {
-    cuda::init_barrier(cuda::smem_address(&s.landed[0]), 1);
-    cuda::init_barrier(cuda::smem_address(&s.landed[1]), 1);
+    const auto init = [](uint64_t& barrier, int arrivals) {
+      cuda::init_barrier(cuda::smem_address(&barrier), uint32_t(arrivals));
+    };
+    for (int i = 0; i < kItems; ++i) init(s.item_full[i], 1);
+    init(s.keys_full, 32), init(s.keys_empty, kReaders), init(s.pairs_full, 4), init(s.pairs_empty, 4 * kBlocks);
+    for (int i = 0; i < kHeadStages; ++i) init(s.head_full[i], 32 + 1), init(s.head_empty[i], kReaders);
+    for (int i = 0; i < kBlocks; ++i) {
+      init(s.S_full[i], 1), init(s.S_empty[i], 4 + 2);
+      init(s.dS_full[i], 1), init(s.dS_empty[i], 4 + 2);
+    }
+    for (int i = 0; i < 2; ++i) init(s.sums_full[i], kReaders + 2), init(s.sums_empty[i], 1);
     cuda::fence_barrier_init();
   }
   __syncthreads();
-  Gradients<T, K> gradients(call, s);
-  gradients.run();
+  const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // each makes its own place: kept from before, it would crowd the sums
+  if (role < kBlocks) {
+    cuda::sm90::setmaxnreg_inc<K == 128 ? 168 : 216>();
+    Gradients<T, K>(call, s).run_columns(role);
+  } else if (role == kBlocks) {
+    cuda::sm90::setmaxnreg_inc<K == 128 ? 128 : 216>();
+    Gradients<T, K>(call, s).run_pairs();
+  } else {
+    cuda::sm90::setmaxnreg_dec<K == 128 ? 48 : 72>();
+    Gradients<T, K> gradients(call, s);
+    if (gradients.warp == 0) {
+      if (gradients.lane == 0) gradients.move_states();
+    } else if (gradients.warp == 1) {
+      gradients.move_rows();
+    } else {
+      gradients.make_scalars(gradients.warp - 2);
+    }
+  }
 }
 
 }  // namespace
