@@ -46,6 +46,7 @@
 namespace thalweg::gated_delta_rule {
 namespace {
 
+using cuda::sm90::make_token_map;
 using delta_rule::Problem;
 
 // Rows of packed tensors that belong to no sequence: zero.
@@ -68,13 +69,13 @@ __global__ void zero_tail_kernel(const __grid_constant__ Call call, int64_t K, i
 }
 
 template <class T, int K>
-void launch_all(const Call& call, const Exec& exec, int64_t num_sms) {
+void launch_all(const Call& call, const Maps& maps, const Exec& exec, int64_t num_sms) {
   const int64_t per_key = call.at.chunks * call.H, chains = call.N * call.HV * call.VS;
   const int64_t blocks = per_key < num_sms ? per_key : num_sms;
   cuda::launch(exec, "sm90_chunk_bwd prep", prep_kernel<T, K>, {per_key}, kPrepThreads, sizeof(PrepSmem<K>), call);
   cuda::launch(exec, "sm90_chunk_bwd scan", scan_kernel<T, K>, {2 * chains}, kScanThreads, sizeof(ScanSmem<K>), call);
   cuda::launch(exec, "sm90_chunk_bwd gradients", gradient_kernel<T, K>, {blocks}, kGradThreads<K>, sizeof(GradSmem<K>),
-               call);
+               call, maps);
   if (call.spans)
     cuda::launch(exec, "sm90_chunk_bwd tail", zero_tail_kernel<T>, {264}, 256, 0, call, int64_t(K), 64 * call.VS);
 }
@@ -93,7 +94,10 @@ bool rows_aligned(const Args& a) {
 
 void sm90_chunk_bwd(const Problem& p, const Plan& plan, const Args& args, const Exec& exec) {
   Call call{args,     chunk_bwd_layout(p), exec.workspace,    nullptr, p.B, p.T, p.H, p.HV, p.N,
-            p.V / 64, float(p.scale),      rows_aligned(args)};
+            p.V / 64, float(p.scale),      rows_aligned(args), false};
+  Maps maps{};
+  call.tma = make_token_map(args.q, 1, &maps.q) && make_token_map(args.k, 1, &maps.k) &&
+             make_token_map(args.v, 1, &maps.v) && (!cuda::is_there(args.d_o) || make_token_map(args.d_o, 1, &maps.d_o));
   if (p.packed) {
     auto* spans = reinterpret_cast<cuda::Span*>(exec.workspace + call.at.spans);
     cuda::check_borders(exec, args.cu_seqlens, p.N, p.T, spans, offsetof(Args, cu_seqlens));
@@ -102,7 +106,7 @@ void sm90_chunk_bwd(const Problem& p, const Plan& plan, const Args& args, const 
   const bool wide = p.K == 128;
   const auto launch = p.dtype == THALWEG_BF16 ? (wide ? launch_all<cuda::bf16, 128> : launch_all<cuda::bf16, 64>)
                                               : (wide ? launch_all<cuda::f16, 128> : launch_all<cuda::f16, 64>);
-  launch(call, exec, plan.values[0]);
+  launch(call, maps, exec, plan.values[0]);
 }
 
 }  // namespace thalweg::gated_delta_rule

@@ -3,6 +3,8 @@
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_CUH
 
 #include "thalweg/cuda/blocks/mma.cuh"
+#include "thalweg/cuda/sm90/ptx.cuh"
+#include "thalweg/cuda/sm90/tensor_map.h"
 #include "thalweg/cuda/values.cuh"
 #include "thalweg/ops/gated_delta_rule/gated_delta_rule.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_plan.h"
@@ -29,6 +31,7 @@ struct Call {
   int64_t B, T, H, HV, N, VS;  // VS: slices of 64 columns of V
   float scale;
   bool aligned;  // every row of q, k, v, d_o and their gradients starts at 16 bytes
+  bool tma;      // there are maps of q, k, v and d_o
 
   __device__ char* state(int64_t part, int64_t chunk, int64_t hv, int64_t slice) const {
     return workspace + part + (chunk * HV + hv) * at.state + slice * at.slice;
@@ -42,6 +45,10 @@ struct Call {
   __device__ float* scalars(int64_t chunk, int64_t hv) const {
     return reinterpret_cast<float*>(workspace + at.scalars + (chunk * HV + hv) * kScalarBytes);
   }
+};
+
+struct Maps {
+  CUtensorMap q, k, v, d_o;
 };
 
 // A sequence: where its tokens and its chunks are.
@@ -112,11 +119,31 @@ __device__ inline uint32_t tile_at(uint32_t lane, uint32_t base, int row, int co
   return base + uint32_t((column >> 2) * kTile + row * 128) + (lane ^ uint32_t((column & 3) << 5));
 }
 
+// One thread: 64 rows of a head, blocks [first, first + blocks) of 64 columns, as tiles; as many more bytes for the
+// barrier to wait for.
+__device__ inline void load_boxes(uint32_t to, const CUtensorMap& map, const Chunk& chunk, int64_t head, int first,
+                                  int blocks, uint32_t barrier) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(blocks * kTile)
+               : "memory");
+  for (int i = 0; i < blocks; ++i)
+    cuda::sm90::tensor_load_5d(to + i * kTile, &map, 0, int(chunk.begin), first + i, int(head), int(chunk.b), barrier);
+}
+
 // 8 elements between a tensor whose rows start anywhere and shared memory.
 template <class T>
 __device__ void copy_piece(T* to, const T* from) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) to[i] = from[i];
+}
+// The same into shared memory, zeros where not wanted; aligned ones come by an asynchronous copy.
+template <class T>
+__device__ void fetch_piece(char* to, const T* from, bool wanted, bool aligned) {
+  if (aligned)
+    cuda::copy_16(cuda::smem_address(to), from, wanted);
+  else if (wanted)
+    copy_piece(reinterpret_cast<T*>(to), from);
+  else
+    *reinterpret_cast<uint4*>(to) = {0, 0, 0, 0};
 }
 template <class T>
 __device__ void store_piece(T* to, const char* from, bool aligned) {

@@ -32,7 +32,7 @@ struct alignas(16) HeadSums {
   float ends[2][kC];    // D_nj k_j.dS u_j
   float within[4][kC];  // by 16 rows i: sum over i >= t > j of R_ij q_i.k_j + W_ij k_i.k_j
   float beta[kC];       // y_i.r_i
-  float states[2];      // S.dS, by warp
+  float states[2][4];   // S.dS, by 64 columns of K and 16 of them
   float E_n;
 };
 // A chunk and a key head; place < 0: none.
@@ -59,18 +59,23 @@ template <class T, int K>
 struct Gradients {
   static constexpr int kBlocks = K / 64;  // of K, and of V
   const Call& call;
+  const Maps& maps;
   GradSmem<K>& s;
   const int group;
-  const int thread, warp, lane, g, c;  // of its warpgroup
-  const Lanes lanes;
-  const uint32_t own;                      // byte of (16 warp + g, 2c) in a tile
-  int number = 0;          // items so far
-  uint32_t heads = 0;      // value heads so far
+  int thread, warp, lane, g, c;  // of its warpgroup
+  Lanes lanes{0};
+  int number = 0;      // items so far
+  uint32_t heads = 0;  // value heads so far
 
-  __device__ Gradients(const Call& call, GradSmem<K>& s)
-      : call(call), s(s), group(int(call.HV / call.H)), thread(cuda::opaque(threadIdx.x) % 128), warp(thread / 32),
-        lane(thread % 32), g(lane >> 2), c(lane & 3), lanes(lane),
-        own(uint32_t((16 * warp + g) * 128 + (g << 4) + 4 * c)) {}
+  __device__ Gradients(const Call& call, const Maps& maps, GradSmem<K>& s)
+      : call(call), maps(maps), s(s), group(int(call.HV / call.H)) {
+    take_place();
+  }
+  // Anew for every head: kept, these and the addresses that follow from them would crowd the sums out of the registers.
+  __device__ void take_place() {
+    thread = int(cuda::opaque(threadIdx.x) & 127);
+    warp = thread >> 5, lane = thread & 31, g = lane >> 2, c = lane & 3, lanes = Lanes(lane);
+  }
 
   __device__ static uint32_t at(const void* p) { return cuda::smem_address(p); }
 
@@ -140,89 +145,59 @@ struct Gradients {
     for (int slice = 0; slice < kBlocks; ++slice)
       cuda::bulk_load(at(to) + slice * kTile, call.state(from, place, hv, slice) + part * kTile, kTile, at(&full));
   }
-  // By one warp: [64 K] of a tensor's rows, of a head; ready for wgmma afterwards.
-  __device__ void copy_tiles(char* to, const T* from, int64_t stride, int count) const {
+  // By one warp: a chunk's rows of a head, all K of them, and their announcement.
+  __device__ void copy_tiles(char* to, const thalweg_tensor& t, const CUtensorMap& map, const Chunk& chunk, int head,
+                             uint64_t& barrier) const {
+    const bool there = cuda::is_there(t);
+    if (call.tma && there && chunk.count == kC) {
+      if (lane == 0) load_boxes(at(to), map, chunk, head, 0, kBlocks, at(&barrier));
+      return;
+    }
 #pragma unroll 1
-    for (int block = 0; block < kBlocks; ++block)
-      copy_rows<T, 64, 32>(to + block * kTile, from + 64 * block, stride, count, lane, call.aligned);
-  }
-  __device__ void finish_copies(uint64_t& barrier) const {
+    for (int i = lane; i < kC * K / 8; i += 32) {
+      const int row = i / (K / 8), piece = i % (K / 8);
+      const bool wanted = there && row < chunk.count;
+      const T* from = wanted ? row_of<const T>(t, chunk.b, chunk.begin + row, head) + 8 * piece
+                             : reinterpret_cast<const T*>(call.workspace);
+      fetch_piece(to + piece_at(row, piece), from, wanted, call.aligned);
+    }
     cuda::commit_copies();
     cuda::wait_copies<0>();
     cuda::fence_before_bulk();  // wgmma reads what was copied
-    cuda::arrive(at(&barrier));
   }
   // One warp: q, k and d_o. The next item's first d_o before its keys, whose place is free later.
   __device__ void move_rows() {
-    const Args& x = call.args;
-    const bool there = cuda::is_there(x.d_o);
     for (;;) {
       const GradItem& item = next_item();
       if (item.place < 0) return;
       const Chunk& chunk = item.chunk;
       for (int i = 0; i < group; ++i, ++heads) {
-        const T* from = there ? row_of<const T>(x.d_o, chunk.b, chunk.begin, item.h * group + i)
-                              : reinterpret_cast<const T*>(call.workspace);
+        uint64_t& there = s.head_full[heads % kHeadStages];
         wait(s.head_empty[heads % kHeadStages], heads / kHeadStages + 1);
-        copy_tiles(head().d_o, from, there ? x.d_o.stride[1] : 0, there ? chunk.count : 0);
-        finish_copies(s.head_full[heads % kHeadStages]);
+        copy_tiles(head().d_o, call.args.d_o, maps.d_o, chunk, item.h * group + i, there);
+        warp_arrives(there);
         if (i > 0) continue;
         wait(s.keys_empty, uint32_t(number));
-        copy_tiles(s.q, row_of<const T>(x.q, chunk.b, chunk.begin, item.h), x.q.stride[1], chunk.count);
-        copy_tiles(s.k, row_of<const T>(x.k, chunk.b, chunk.begin, item.h), x.k.stride[1], chunk.count);
-        finish_copies(s.keys_full);
+        copy_tiles(s.q, call.args.q, maps.q, chunk, item.h, s.keys_full);
+        copy_tiles(s.k, call.args.k, maps.k, chunk, item.h, s.keys_full);
+        warp_arrives(s.keys_full);
       }
     }
   }
-  // Two warps: S.dS of the heads, and one of them then d_g and d_beta of the head before.
-  __device__ void make_scalars(int half) {
-    const GradItem* before = nullptr;
-    int64_t hv_before = 0;
-    const auto finish = [&] {
-      if (half == 0 || !before) return;
-      HeadSums& sums = s.sums[(heads - 1) & 1];
-      wait(s.sums_full[(heads - 1) & 1], (heads - 1) >> 1);
-      store_head(*before, hv_before, sums);
-      warp_arrives(s.sums_empty[(heads - 1) & 1]);
-    };
+  // One warp: d_g and d_beta.
+  __device__ void make_scalars() {
     for (;;) {
       const GradItem& item = next_item();
-      if (item.place < 0) break;
+      if (item.place < 0) return;
       for (int x = 0; x < group; ++x, ++heads) {
-        float sum = 0.f;
-#pragma unroll 1
-        for (int part = 0; part < kBlocks; ++part) {
-          wait(s.dS_full[part], heads);
-          wait(s.S_full[part], heads);
-          sum += dot_states(s.S[part], s.dS[part], half);
-          warp_arrives(s.dS_empty[part]);
-          warp_arrives(s.S_empty[part]);
-        }
-        sum = cuda::warp_sum(sum);
-        HeadSums& sums = free_sums();
-        if (lane == 0) sums.states[half] = sum;
-        sums_are_there();
-        finish();
-        before = &item, hv_before = item.h * group + x;
+        wait(s.sums_full[heads & 1], heads >> 1);
+        store_head(item, item.h * group + x, s.sums[heads & 1]);
+        warp_arrives(s.sums_empty[heads & 1]);
       }
     }
-    finish();
-  }
-  __device__ float dot_states(const char* S, const char* dS, int half) const {
-    float sum[2] = {0.f, 0.f};
-#pragma unroll 2
-    for (int i = (32 * half + lane) * 16; i < kBlocks * kTile; i += 2 * 32 * 16) {
-      const uint4 x = *reinterpret_cast<const uint4*>(S + i), y = *reinterpret_cast<const uint4*>(dS + i);
-      const auto add = [&](uint32_t a, uint32_t b) {
-        const float2 f = unpack<T>(a), g = unpack<T>(b);
-        sum[0] += f.x * g.x, sum[1] += f.y * g.y;
-      };
-      add(x.x, y.x), add(x.y, y.y), add(x.z, y.z), add(x.w, y.w);
-    }
-    return sum[0] + sum[1];
   }
   // d_g and d_beta of a head, lane l those of tokens 2l and 2l+1.
-  __device__ void store_head(const GradItem& item, int64_t hv, const HeadSums& sums) const {
+  __device__ void store_head(const GradItem& item, int hv, const HeadSums& sums) const {
     const auto pair = [&](const float* x) { return reinterpret_cast<const float2*>(x)[lane]; };
     const auto both = [&](const float(&x)[2][kC]) {
       const float2 low = pair(x[0]), high = kBlocks == 2 ? pair(x[1]) : float2{0.f, 0.f};
@@ -245,7 +220,10 @@ struct Gradients {
     const float up_to_last = __shfl_up_sync(0xffffffffu, before, 1);
     const float from_next = __shfl_down_sync(0xffffffffu, after, 1);
     before = lane == 0 ? 0.f : up_to_last;
-    const float S_dS = sums.E_n * (sums.states[0] + sums.states[1]);
+    float S_dS = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4 * kBlocks; ++i) S_dS += sums.states[i / 4][i % 4];
+    S_dS *= sums.E_n;
     const float d_g[2] = {S_dS + before + after + within.x,
                           S_dS + (before + ends.x) + (starts.y + (lane == 31 ? 0.f : from_next)) + within.y};
     const Args& x = call.args;
@@ -304,15 +282,29 @@ struct Gradients {
                            float (&dots)[2]) const {
     float along[2] = {0.f, 0.f};
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < 4; ++n) {
+      uint32_t pairs[4];
+      cuda::load_matrices(pairs, tile_at(lanes.down, at(keys), 16 * warp, n));
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float2 k = unpack<T>(*reinterpret_cast<const uint32_t*>(keys + 1024 * e + (own ^ uint32_t(n << 4))));
-        const float x0 = x[4 * n + 2 * e], x1 = x[4 * n + 2 * e + 1];
-        sum[4 * n + 2 * e] += factor[e] * x0, sum[4 * n + 2 * e + 1] += factor[e] * x1;
-        along[e] += x0 * k.x + x1 * k.y;
+      for (int i = 0; i < 4; ++i) {  // rows g, g + 8 of 8 columns, then of the next 8
+        const float2 k = unpack<T>(pairs[i]);
+        const int e = i & 1, from = 8 * n + 2 * i;
+        sum[from] += factor[e] * x[from], sum[from + 1] += factor[e] * x[from + 1];
+        along[e] += x[from] * k.x + x[from + 1] * k.y;
       }
+    }
     dots[0] += factor[0] * along[0], dots[1] += factor[1] * along[1];
+  }
+  // Of a 64 x 64 product.
+  __device__ float sum_of_diagonal(const float (&x)[32]) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {  // columns 8n and on are rows g + 8 (n % 2) of warp n / 2
+      const float* pair = x + 4 * n + 2 * (n & 1);
+      const float mine = g == 2 * c ? pair[0] : g == 2 * c + 1 ? pair[1] : 0.f;
+      sum += n / 2 == warp ? mine : 0.f;
+    }
+    return cuda::warp_sum(sum);
   }
   // Dots of the lanes that share rows, to their place.
   __device__ void put_dots(const float (&dots)[2], float* to) const {
@@ -361,37 +353,43 @@ struct Gradients {
       for (int head_of_group = 0; head_of_group < group; ++head_of_group, ++heads) {
         wait_head();
         const HeadStage<K>& in = head();
-        // Anew in every turn: descriptions of tiles that are kept crowd the sums out of the registers.
+        // Anew for every head: descriptions of tiles that are kept crowd the sums out of the registers.
+        lanes.down = cuda::opaque(lanes.down);
         const uint32_t here = __shfl_sync(0xffffffffu, cuda::opaque(part * kTile), 0);
         const char *q = s.q + here, *k = s.k + here, *S = s.S[0] + kBlocks * here, *dS = s.dS[0] + kBlocks * here;
         wait(s.dS_full[part], heads);
-        cuda::sm90::wgmma_fence();
-        times_all<1>(x, in.r, dS);
-        cuda::sm90::wgmma_commit();
         wait(s.S_full[part], heads);
         cuda::sm90::wgmma_fence();
-        times_all<0>(y, in.y, S);
+        times_all<1>(x, S, dS);
+        cuda::sm90::wgmma_commit();
+        times_all<1>(y, in.r, dS);
         cuda::sm90::wgmma_commit();
         float f[2], starts[2] = {0.f, 0.f}, ends[2] = {0.f, 0.f};
+        cuda::sm90::wgmma_wait<1>();
+        const float S_dS = sum_of_diagonal(x);
+        cuda::sm90::wgmma_fence();
+        times_all<0>(x, in.y, S);
+        cuda::sm90::wgmma_commit();
         if (head_of_group == 0) wait(s.keys_full, uint32_t(number - 1));
         cuda::sm90::wgmma_wait<1>();
         warp_arrives(s.dS_empty[part]);
         row_factors(in.scalars, kDn, true, f);
-        add_rows(x, f, k, d_k, ends);
+        add_rows(y, f, k, d_k, ends);
         cuda::sm90::wgmma_fence();
-        times_all<0>(x, in.d_o, S);
+        times_all<0>(y, in.d_o, S);
         cuda::sm90::wgmma_commit();
         cuda::sm90::wgmma_wait<1>();
         row_factors(in.scalars, kE, true, f);
         f[0] = -f[0], f[1] = -f[1];
-        add_rows(y, f, k, d_k, starts);
+        add_rows(x, f, k, d_k, starts);
         row_factors(in.scalars, kE, false, f);
         f[0] *= call.scale, f[1] *= call.scale;
         cuda::sm90::wgmma_wait<0>();
         warp_arrives(s.S_empty[part]);
         head_is_read();
-        add_rows(x, f, q, d_q, starts);
+        add_rows(y, f, q, d_q, starts);
         HeadSums& sums = free_sums();
+        if (lane == 0) sums.states[part][warp] = S_dS;
         put_dots(starts, sums.starts[part]);
         put_dots(ends, sums.ends[part]);
         sums_are_there();
@@ -451,6 +449,7 @@ struct Gradients {
   __device__ void times_pairs(const uint32_t (&qk)[16], const uint32_t (&kk)[16], uint32_t (&z)[16]) const {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
+      if (n == 2) __syncwarp();  // not all loads at once: there are not the registers
       uint32_t R[4], W[4];
       const uint32_t from = tile_at(lanes.down, 0, 16 * warp, n);
       cuda::load_matrices(R, at(s.R) + from);
@@ -512,6 +511,7 @@ struct Gradients {
       const GradItem& item = next_item();
       if (item.place < 0) return;
       for (int head_of_group = 0; head_of_group < group; ++head_of_group, ++heads) {
+        take_place();
         wait_head();
         const HeadStage<K>& in = head();
         float d_o_r[32], y_r[32], diagonal[2] = {0.f, 0.f};
@@ -545,7 +545,8 @@ struct Gradients {
 
 // Blocks take items (a chunk and a key head) with a stride of the grid.
 template <class T, int K>
-__global__ void __launch_bounds__(kGradThreads<K>, 1) gradient_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kGradThreads<K>, 1) gradient_kernel(const __grid_constant__ Call call,
+                                                                 const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) char raw[];
   auto& s = *reinterpret_cast<GradSmem<K>*>(raw);
   constexpr int kBlocks = K / 64, kReaders = 4 * kBlocks + 4;  // warps that read a head's rows
@@ -554,32 +555,32 @@ __global__ void __launch_bounds__(kGradThreads<K>, 1) gradient_kernel(const __gr
       cuda::init_barrier(cuda::smem_address(&barrier), uint32_t(arrivals));
     };
     for (int i = 0; i < kItems; ++i) init(s.item_full[i], 1);
-    init(s.keys_full, 32), init(s.keys_empty, kReaders), init(s.pairs_full, 4), init(s.pairs_empty, 4 * kBlocks);
-    for (int i = 0; i < kHeadStages; ++i) init(s.head_full[i], 32 + 1), init(s.head_empty[i], kReaders);
+    init(s.keys_full, 1), init(s.keys_empty, kReaders), init(s.pairs_full, 4), init(s.pairs_empty, 4 * kBlocks);
+    for (int i = 0; i < kHeadStages; ++i) init(s.head_full[i], 2), init(s.head_empty[i], kReaders);
     for (int i = 0; i < kBlocks; ++i) {
-      init(s.S_full[i], 1), init(s.S_empty[i], 4 + 2);
-      init(s.dS_full[i], 1), init(s.dS_empty[i], 4 + 2);
+      init(s.S_full[i], 1), init(s.S_empty[i], 4);
+      init(s.dS_full[i], 1), init(s.dS_empty[i], 4);
     }
-    for (int i = 0; i < 2; ++i) init(s.sums_full[i], kReaders + 2), init(s.sums_empty[i], 1);
+    for (int i = 0; i < 2; ++i) init(s.sums_full[i], kReaders), init(s.sums_empty[i], 1);
     cuda::fence_barrier_init();
   }
   __syncthreads();
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // each makes its own place: kept from before, it would crowd the sums
   if (role < kBlocks) {
     cuda::sm90::setmaxnreg_inc<K == 128 ? 168 : 216>();
-    Gradients<T, K>(call, s).run_columns(role);
+    Gradients<T, K>(call, maps, s).run_columns(role);
   } else if (role == kBlocks) {
     cuda::sm90::setmaxnreg_inc<K == 128 ? 128 : 216>();
-    Gradients<T, K>(call, s).run_pairs();
+    Gradients<T, K>(call, maps, s).run_pairs();
   } else {
     cuda::sm90::setmaxnreg_dec<K == 128 ? 48 : 72>();
-    Gradients<T, K> gradients(call, s);
+    Gradients<T, K> gradients(call, maps, s);
     if (gradients.warp == 0) {
       if (gradients.lane == 0) gradients.move_states();
     } else if (gradients.warp == 1) {
       gradients.move_rows();
-    } else {
-      gradients.make_scalars(gradients.warp - 2);
+    } else if (gradients.warp == 2) {
+      gradients.make_scalars();
     }
   }
 }
