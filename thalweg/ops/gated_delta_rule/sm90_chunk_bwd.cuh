@@ -119,12 +119,14 @@ __device__ inline uint32_t tile_at(uint32_t lane, uint32_t base, int row, int co
   return base + uint32_t((column >> 2) * kTile + row * 128) + (lane ^ uint32_t((column & 3) << 5));
 }
 
-// One thread: 64 rows of a head, blocks [first, first + blocks) of 64 columns, as tiles; as many more bytes for the
-// barrier to wait for.
+// As many more bytes for a barrier's phase to wait for.
+__device__ inline void expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// One thread: 64 rows of a head, blocks [first, first + blocks) of 64 columns, as tiles.
 __device__ inline void load_boxes(uint32_t to, const CUtensorMap& map, const Chunk& chunk, int64_t head, int first,
                                   int blocks, uint32_t barrier) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(blocks * kTile)
-               : "memory");
+  expect_bytes(barrier, uint32_t(blocks) * kTile);
   for (int i = 0; i < blocks; ++i)
     cuda::sm90::tensor_load_5d(to + i * kTile, &map, 0, int(chunk.begin), first + i, int(head), int(chunk.b), barrier);
 }

@@ -3,8 +3,8 @@
 //
 // One warpgroup holds the state transposed, [64 v][K], in the accumulators of wgmma; rounded, the same registers are
 // operand a of the next product. All products have tokens or K along their columns, so nothing is exchanged between
-// warps. Two warps load, up to kStages chunks ahead, and make scale E d_o; two store what the others leave in shared
-// memory, and d_v.
+// warps. Two warps load, up to kStages chunks ahead - one thread of them, but for the last rows of a sequence and tensors
+// that TMA cannot read - and make scale E d_o, one chunk ahead. Two store what the others leave in shared memory, and d_v.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
 
@@ -33,7 +33,7 @@ struct alignas(1024) ScanSmem {
   // On their way out:
   char state[K / 64 * kTile];  // [v][K]
   char rows[kTile];            // r, [v][token], or y, [token][v]
-  uint64_t full[kStages], empty[kStages];
+  uint64_t full[kStages], decayed[kStages], empty[kStages];
   uint64_t state_full, state_empty, rows_full, rows_empty;
 };
 
@@ -76,72 +76,82 @@ __device__ inline void load_factors(const float* from, int thread, float (&f)[kO
 #pragma unroll
   for (int i = 0; i < kOwnRows; ++i) f[i] = from[thread / 8 + 8 * i];
 }
+__device__ inline void warp_arrives(uint64_t& barrier, int thread) {
+  __syncwarp();
+  if (thread % 32 == 0) cuda::arrive(cuda::smem_address(&barrier));
+}
 
-// scale E d_o from d_o, each thread the pieces that it copied.
-template <class T>
-__device__ void decay_rows(char* to, const char* from, const float (&E)[kOwnRows], float scale, int thread) {
+// In reverse, of one chunk: scale E d_o.
+template <class T, int K>
+__device__ void decay_rows(const Call& call, ScanStage<K>& in, uint64_t& full, uint64_t& decayed, uint32_t parity,
+                           int thread) {
+  cuda::wait_barrier(cuda::smem_address(&full), parity);
+  float E[kOwnRows];
+  load_factors(in.scalars[kE], thread, E);
 #pragma unroll
   for (int i = 0; i < kOwnRows; ++i) {
     const uint32_t at = piece_at(thread / 8, thread % 8) + i * 8 * 128;
-    *reinterpret_cast<uint4*>(to + at) = times_piece<T>(*reinterpret_cast<const uint4*>(from + at), scale * E[i]);
+    *reinterpret_cast<uint4*>(in.d_o_decayed + at) =
+        times_piece<T>(*reinterpret_cast<const uint4*>(in.v + at), call.scale * E[i]);
   }
+  cuda::fence_before_bulk();  // wgmma reads them
+  warp_arrives(decayed, thread);
 }
 
-// A chunk is announced once the next one is asked for: wgmma may read what these threads' copies wrote only after a
-// fence of theirs, so each waits for its own.
 template <class T, int K>
-__device__ void load_chunks(const Call& call, const Chain& w, const Sequence& seq, ScanSmem<K>& s, int thread) {
+__device__ void load_chunks(const Call& call, const Maps& maps, const Chain& w, const Sequence& seq, ScanSmem<K>& s,
+                            int thread) {
   const Args& a = call.args;
   const thalweg_tensor& vo = w.reverse ? a.d_o : a.v;
   const bool there = cuda::is_there(vo);
-  const int64_t h = w.hv / (call.HV / call.H), vo_stride = there ? vo.stride[1] : 0;
-  const T* k = row_of<const T>(a.k, seq.b, seq.begin, h);
-  const T* q = row_of<const T>(a.q, seq.b, seq.begin, h);
-  const T* v =
-      there ? row_of<const T>(vo, seq.b, seq.begin, w.hv) + 64 * w.slice : reinterpret_cast<const T*>(call.workspace);
-  const auto full = [&](int stage) { return cuda::smem_address(&s.full[stage]); };
-  int stage = 0, before = 0;
-  float E[kOwnRows];  // of the chunk before
-  const auto announce = [&] {
-    if (w.reverse) decay_rows<T>(s.stage[before].d_o_decayed, s.stage[before].v, E, call.scale, thread);
-    cuda::fence_before_bulk();
-    cuda::arrive(full(before));
-  };
-  uint32_t parity = 1;  // a fresh barrier has completed the phase before its first
-  for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i) {
-    const int64_t first = int64_t(walk.at()) * kC, place = seq.first_chunk + walk.at();
-    const int count = int(seq.length - first < kC ? seq.length - first : kC);
-    ScanStage<K>& to = s.stage[stage];
-    cuda::wait_barrier(cuda::smem_address(&s.empty[stage]), parity);
+  const int64_t h = w.hv / (call.HV / call.H);
+  const auto load = [&](ScanStage<K>& to, uint64_t& barrier, int at) {
+    const Chunk chunk = chunk_of(seq, at);
+    const int64_t place = seq.first_chunk + at;
+    const uint32_t full = cuda::smem_address(&barrier);
     if (thread == 0) {
-      cuda::arrive_expecting(full(stage), (w.reverse ? 2 : 1) * kTile + kScalarBytes);
-      cuda::bulk_load(cuda::smem_address(to.scalars), call.scalars(place, w.hv), kScalarBytes, full(stage));
-      cuda::bulk_load(cuda::smem_address(to.X), call.square(call.at.X, place, w.hv), kTile, full(stage));
-      if (w.reverse) cuda::bulk_load(cuda::smem_address(to.P), call.square(call.at.P, place, w.hv), kTile, full(stage));
+      expect_bytes(full, (w.reverse ? 2 : 1) * kTile + kScalarBytes);
+      cuda::bulk_load(cuda::smem_address(to.scalars), call.scalars(place, w.hv), kScalarBytes, full);
+      cuda::bulk_load(cuda::smem_address(to.X), call.square(call.at.X, place, w.hv), kTile, full);
+      if (w.reverse) cuda::bulk_load(cuda::smem_address(to.P), call.square(call.at.P, place, w.hv), kTile, full);
     }
-    copy_rows<T, K, kMoveThreads>(to.k, k + first * a.k.stride[1], a.k.stride[1], count, thread, call.aligned);
-    if (w.reverse)
-      copy_rows<T, K, kMoveThreads>(to.q, q + first * a.q.stride[1], a.q.stride[1], count, thread, call.aligned);
-    copy_rows<T, 64, kMoveThreads>(to.v, v + first * vo_stride, vo_stride, there ? count : 0, thread, call.aligned);
-    cuda::commit_copies();
-    if (walk.i > 0) {
-      cuda::wait_copies<1>();
-      announce();
+    if (call.tma && there && chunk.count == kC) {
+      if (thread == 0) {
+        load_boxes(cuda::smem_address(to.k), maps.k, chunk, h, 0, K / 64, full);
+        if (w.reverse) load_boxes(cuda::smem_address(to.q), maps.q, chunk, h, 0, K / 64, full);
+        load_boxes(cuda::smem_address(to.v), w.reverse ? maps.d_o : maps.v, chunk, w.hv, int(w.slice), 1, full);
+      }
+    } else {
+      const auto copy = [&](char* to, const thalweg_tensor& t) {
+        copy_rows<T, K, kMoveThreads>(to, row_of<const T>(t, chunk.b, chunk.begin, h), t.stride[1], chunk.count, thread,
+                                      call.aligned);
+      };
+      copy(to.k, a.k);
+      if (w.reverse) copy(to.q, a.q);
+      const T* from = there ? row_of<const T>(vo, chunk.b, chunk.begin, w.hv) + 64 * w.slice
+                            : reinterpret_cast<const T*>(call.workspace);
+      copy_rows<T, 64, kMoveThreads>(to.v, from, there ? vo.stride[1] : 0, there ? chunk.count : 0, thread,
+                                     call.aligned);
+      cuda::commit_copies();
+      cuda::wait_copies<0>();
+      cuda::fence_before_bulk();  // wgmma reads what was copied
     }
-    if (w.reverse) load_factors(call.scalars(place, w.hv) + kE * kC, thread, E);
-    before = stage;
+    warp_arrives(barrier, thread);
+  };
+  int stage = 0, before = 0;
+  uint32_t parity = 1, parity_before = 0;  // a fresh barrier has completed the phase before its first
+  const auto decay_before = [&] {
+    if (!w.reverse) return;
+    decay_rows<T, K>(call, s.stage[before], s.full[before], s.decayed[before], parity_before, thread);
+    if (++before == kStages) before = 0, parity_before ^= 1;
+  };
+  for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i) {
+    cuda::wait_barrier(cuda::smem_address(&s.empty[stage]), parity);
+    load(s.stage[stage], s.full[stage], walk.at());
+    if (walk.i > 0) decay_before();
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
-  cuda::wait_copies<0>();
-  if (seq.length > 0) announce();
-}
-
-// `bytes` of shared memory to the workspace, in order.
-template <int bytes>
-__device__ void store_image(char* to, const char* from, int thread) {
-#pragma unroll 8
-  for (int i = thread * 16; i < bytes; i += kMoveThreads * 16)
-    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+  if (seq.length > 0) decay_before();
 }
 
 // d_v = beta y
@@ -161,24 +171,33 @@ __device__ void store_chunks(const Call& call, const Chain& w, const Sequence& s
   const thalweg_tensor& d_v = call.args.d_v;
   const bool has_d_v = w.reverse && cuda::is_there(d_v);
   T* rows = has_d_v ? row_of<T>(d_v, seq.b, seq.begin, w.hv) + 64 * w.slice : nullptr;
-  const auto done = [&](uint64_t& barrier) {
-    __syncwarp();
-    if (thread % 32 == 0) cuda::arrive(cuda::smem_address(&barrier));
-  };
   uint32_t parity = 0;
+  // One thread; the image is free afterwards.
+  const auto store = [&](char* to, const char* from, uint32_t bytes, uint64_t& empty) {
+    cuda::bulk_store(to, cuda::smem_address(from), bytes);
+    cuda::commit_bulk_stores();
+    cuda::wait_bulk_stores_read();
+    cuda::arrive(cuda::smem_address(&empty));
+  };
   for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i, parity ^= 1) {
     const int64_t first = int64_t(walk.at()) * kC, place = seq.first_chunk + walk.at();
-    cuda::wait_barrier(cuda::smem_address(&s.state_full), parity);
-    store_image<K / 64 * kTile>(call.state(w.reverse ? call.at.dS : call.at.S, place, w.hv, w.slice), s.state, thread);
-    done(s.state_empty);
     float beta[kOwnRows];
     if (has_d_v) load_factors(call.scalars(place, w.hv) + kBeta * kC, thread, beta);
+    if (thread == 0) {
+      cuda::wait_barrier(cuda::smem_address(&s.state_full), parity);
+      store(call.state(w.reverse ? call.at.dS : call.at.S, place, w.hv, w.slice), s.state, K / 64 * kTile,
+            s.state_empty);
+      cuda::wait_barrier(cuda::smem_address(&s.rows_full), parity);
+      store(call.rows(w.reverse ? call.at.y : call.at.r, place, w.hv, w.slice), s.rows, kTile, s.rows_empty);
+    }
+    if (!w.reverse) continue;
+    __syncwarp();
     cuda::wait_barrier(cuda::smem_address(&s.rows_full), parity);
-    store_image<kTile>(call.rows(w.reverse ? call.at.y : call.at.r, place, w.hv, w.slice), s.rows, thread);
     if (has_d_v)
       store_d_v(rows + first * d_v.stride[1], d_v.stride[1], seq.length - first, s.rows, beta, thread, call.aligned);
-    done(s.rows_empty);
+    warp_arrives(s.rows_empty, thread);
   }
+  if (thread == 0) cuda::wait_bulk_stores();
 }
 
 // ---- The computing warpgroup ----
@@ -251,6 +270,7 @@ struct Scan {
     for (int step = 0; step < K / 16; ++step)
       cuda::store_matrices(tile_at(lanes.down, at(s.state), 16 * warp, step), a[step][0], a[step][1], a[step][2],
                            a[step][3]);
+    cuda::fence_before_bulk();
     hand_over(s.state_full);
   }
   // x as [v][token], in reverse as [token][v].
@@ -266,6 +286,7 @@ struct Scan {
       else
         cuda::store_matrices(tile_at(lanes.down, at(s.rows), 16 * warp, n), a[0], a[1], a[2], a[3]);
     }
+    cuda::fence_before_bulk();
     hand_over(s.rows_full);
   }
 
@@ -331,13 +352,14 @@ struct Scan {
     times_keys(a, in.k);
     cuda::sm90::wgmma_commit();
     publish_state(a, parity);
+    uint32_t v[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) cuda::load_matrices_transposed(v[n], tile_at(lanes.across, at(in.v), 16 * n, warp));
     cuda::sm90::wgmma_wait<0>();
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      uint32_t v[4];
-      cuda::load_matrices_transposed(v, tile_at(lanes.across, at(in.v), 16 * n, warp));
       const float4 E = factors(f[kE], n);
-      const float2 v0 = unpack<T>(v[0]), v1 = unpack<T>(v[1]), v2 = unpack<T>(v[2]), v3 = unpack<T>(v[3]);
+      const float2 v0 = unpack<T>(v[n][0]), v1 = unpack<T>(v[n][1]), v2 = unpack<T>(v[n][2]), v3 = unpack<T>(v[n][3]);
       float* p = x + 8 * n;
       p[0] = v0.x - E.x * p[0], p[1] = v0.y - E.y * p[1], p[2] = v1.x - E.x * p[2], p[3] = v1.y - E.y * p[3];
       p[4] = v2.x - E.z * p[4], p[5] = v2.y - E.w * p[5], p[6] = v3.x - E.z * p[6], p[7] = v3.y - E.w * p[7];
@@ -362,16 +384,19 @@ struct Scan {
 
   // dU = D_n k dS + P^T d_o;  y = (I + X^T diag(beta)) dU;  d_v = beta y;
   // dS <- E_n dS + q^T (scale E d_o) - k^T (E d_v)
-  __device__ void backward(const ScanStage<K>& in, uint32_t parity) {
+  __device__ void backward(const ScanStage<K>& in, uint64_t& decayed, uint32_t stage_parity, uint32_t parity) {
     const float(*f)[kC] = in.scalars;
     uint32_t a[K / 16][4], b[4][4];
     float z[32];
+    cuda::sm90::wgmma_fence();
+    times_tiles(z, in.v, in.P);
+    cuda::sm90::wgmma_commit();
     round_state(a);
     cuda::sm90::wgmma_fence();
     times_keys(a, in.k);
-    times_tiles(z, in.v, in.P);
     cuda::sm90::wgmma_commit();
     decay(f[kE][kC - 1]);
+    cuda::wait_barrier(at(&decayed), stage_parity);
     cuda::sm90::wgmma_fence();
     advance_tiles(in.d_o_decayed, in.q);
     cuda::sm90::wgmma_commit();
@@ -410,7 +435,7 @@ struct Scan {
     for (ChunkWalk walk(seq, reverse); !walk.ends(); ++walk.i) {
       cuda::wait_barrier(at(&s.full[stage]), parity);
       if constexpr (reverse)
-        backward(s.stage[stage], walk.i & 1);
+        backward(s.stage[stage], s.decayed[stage], parity, walk.i & 1);
       else
         forward(s.stage[stage], walk.i & 1);
       hand_over(s.empty[stage]);
@@ -421,24 +446,26 @@ struct Scan {
 };
 
 template <class T, int K>
-__global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(const __grid_constant__ Call call,
+                                                               const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) char raw[];
   auto& s = *reinterpret_cast<ScanSmem<K>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Chain chain = chain_of(call, blockIdx.x);
   if (threadIdx.x == 0) {
     const auto init = [](uint64_t& barrier, int arrivals) {
       cuda::init_barrier(cuda::smem_address(&barrier), uint32_t(arrivals));
     };
-    for (int i = 0; i < kStages; ++i) init(s.full[i], kMoveThreads + 1), init(s.empty[i], 4);
-    init(s.state_full, 4), init(s.state_empty, kMoveThreads / 32);
-    init(s.rows_full, 4), init(s.rows_empty, kMoveThreads / 32);
+    for (int i = 0; i < kStages; ++i)
+      init(s.full[i], 2), init(s.decayed[i], 2), init(s.empty[i], 4);
+    init(s.state_full, 4), init(s.state_empty, 1);
+    init(s.rows_full, 4), init(s.rows_empty, chain.reverse ? 1 + 2 : 1);
     cuda::fence_barrier_init();
   }
   __syncthreads();
-  const Chain chain = chain_of(call, blockIdx.x);
   const Sequence seq = sequence_at(call, chain.n);
   if (warp >= 6) return store_chunks<T, K>(call, chain, seq, s, int(threadIdx.x) - 192);
-  if (warp >= 4) return load_chunks<T, K>(call, chain, seq, s, int(threadIdx.x) - 128);
+  if (warp >= 4) return load_chunks<T, K>(call, maps, chain, seq, s, int(threadIdx.x) - 128);
   Scan<T, K> scan(call, chain, s, warp, lane);
   if (chain.reverse)
     scan.template run<true>(seq);
