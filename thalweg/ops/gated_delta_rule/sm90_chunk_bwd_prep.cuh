@@ -7,6 +7,8 @@
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_PREP_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_PREP_CUH
 
+#include "thalweg/cuda/sm90/smem.cuh"
+#include "thalweg/cuda/sm90/wgmma.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd.cuh"
 
 namespace thalweg::gated_delta_rule {
@@ -195,10 +197,10 @@ __device__ inline void merge_32_left(PrepHead& s, PrepHalves& half, const float*
 
 // ---- Tiles out ----
 
-// M to shared memory, P to its image. kk, qk: this warp's 16 rows, blocks up to its own.
+// M to shared memory, P to its image. kk, qk: this warp's 16 rows.
 template <class T>
 __device__ void decay_products(PrepHead& s, const float* G, char* image, float scale, int warp, int lane,
-                               const float (&kk)[8][4], const float (&qk)[8][4]) {
+                               const float (&kk)[32], const float (&qk)[32]) {
   const int g = lane >> 2, c = lane & 3, first = 16 * warp + g;
   const Lanes lanes(lane);
   const float Gi[2] = {G[first], G[first + 8]};
@@ -217,8 +219,8 @@ __device__ void decay_products(PrepHead& s, const float* G, char* image, float s
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           const float D = cuda::exp2_fast(Gi[e] - (x ? Gj[n + m].y : Gj[n + m].x));
-          M[x] = i > j + x ? D * kk[n + m][2 * e + x] : 0.f;
-          p[m][2 * e + x] = i >= j + x ? scale * D * qk[n + m][2 * e + x] : 0.f;
+          M[x] = i > j + x ? D * kk[4 * (n + m) + 2 * e + x] : 0.f;
+          p[m][2 * e + x] = i >= j + x ? scale * D * qk[4 * (n + m) + 2 * e + x] : 0.f;
         }
         *reinterpret_cast<float2*>(&s.M[i][j]) = {M[0], M[1]};
       }
@@ -246,31 +248,25 @@ __device__ void store_inverse(const PrepHead& s, char* X, int thread) {
 
 // ---- Kernel ----
 
-// q.k and k.k of this warp's 16 tokens with those up to its own block.
+// q.k and k.k of all tokens of the chunk: q k^T and k k^T.
 template <class T, int D>
-__device__ void key_products(uint32_t q, uint32_t k, int warp, int lane, float (&qk)[8][4], float (&kk)[8][4]) {
-  zero(kk), zero(qk);
-  const Lanes lanes(lane);
+__device__ void key_products(uint32_t q, uint32_t k, float (&qk)[32], float (&kk)[32]) {
+  const uint64_t a = cuda::sm90::descriptor(q), b = cuda::sm90::descriptor(k);
+  cuda::sm90::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < D / 16; ++step) {
-    uint32_t qa[4], ka[4];
-    cuda::load_matrices(qa, tile_at(lanes.down, q, 16 * warp, step));
-    cuda::load_matrices(ka, tile_at(lanes.down, k, 16 * warp, step));
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      if (n > warp) break;
-      uint32_t b[4];
-      cuda::load_matrices(b, tile_at(lanes.across, k, 16 * n, step));
-      mma<T>(kk[2 * n], ka, b[0], b[1]), mma<T>(kk[2 * n + 1], ka, b[2], b[3]);
-      mma<T>(qk[2 * n], qa, b[0], b[1]), mma<T>(qk[2 * n + 1], qa, b[2], b[3]);
-    }
+    const uint32_t by = step / 4 * kTile + step % 4 * 32;
+    cuda::sm90::wgmma_ss_n64<T>(kk, cuda::sm90::advanced(b, by), cuda::sm90::advanced(b, by), step > 0);
+    cuda::sm90::wgmma_ss_n64<T>(qk, cuda::sm90::advanced(a, by), cuda::sm90::advanced(b, by), step > 0);
   }
+  cuda::sm90::wgmma_commit();
+  cuda::sm90::wgmma_wait<0>();
 }
 
 // Value heads [hv, hv + heads), from the products of the keys.
 template <class T, int D>
 __device__ void prepare_heads(const Call& call, int64_t place, int64_t hv, int heads, PrepSmem<D>& s, int thread,
-                              const float (&qk)[8][4], const float (&kk)[8][4]) {
+                              const float (&qk)[32], const float (&kk)[32]) {
   const int warp = thread / 32, lane = thread % 32;
   auto& work = s.work;
   const auto beta = [&](int x) { return s.scalars[x].beta; };
@@ -312,9 +308,10 @@ __global__ void __launch_bounds__(kPrepThreads, 4) prep_kernel(const __grid_cons
     cuda::commit_copies();
     if (warp < heads) load_scalars(call, chunk, hv + warp, lane, s.scalars[warp], call.scalars(place, hv + warp));
     cuda::wait_copies<0>();
+    cuda::fence_before_bulk();  // wgmma reads what was copied
     __syncthreads();
-    float qk[8][4], kk[8][4];
-    key_products<T, D>(cuda::smem_address(s.keys.q), cuda::smem_address(s.keys.k), warp, lane, qk, kk);
+    float qk[32], kk[32];
+    key_products<T, D>(cuda::smem_address(s.keys.q), cuda::smem_address(s.keys.k), qk, kk);
     __syncthreads();  // q and k are read
     prepare_heads<T>(call, place, hv, heads, s, thread, qk, kk);
   }

@@ -154,15 +154,15 @@ __device__ void load_chunks(const Call& call, const Maps& maps, const Chain& w, 
   if (seq.length > 0) decay_before();
 }
 
-// d_v = beta y
+// d_v = beta y, y in hand.
 template <class T>
-__device__ void store_d_v(T* to, int64_t stride, int64_t count, const char* y, const float (&beta)[kOwnRows],
+__device__ void store_d_v(T* to, int64_t stride, int64_t count, const uint4 (&y)[kOwnRows], const float (&beta)[kOwnRows],
                           int thread, bool aligned) {
+  to += thread / 8 * stride + thread % 8 * 8;
 #pragma unroll
-  for (int i = 0; i < kOwnRows; ++i) {
-    const int row = thread / 8 + 8 * i, piece = thread % 8;
-    const uint4 x = times_piece<T>(*reinterpret_cast<const uint4*>(y + piece_at(row, piece)), beta[i]);
-    if (row < count) store_piece(to + row * stride + piece * 8, reinterpret_cast<const char*>(&x), aligned);
+  for (int i = 0; i < kOwnRows; ++i, to += 8 * stride) {
+    const uint4 x = times_piece<T>(y[i], beta[i]);
+    if (thread / 8 + 8 * i < count) store_piece(to, reinterpret_cast<const char*>(&x), aligned);
   }
 }
 
@@ -193,9 +193,13 @@ __device__ void store_chunks(const Call& call, const Chain& w, const Sequence& s
     if (!w.reverse) continue;
     __syncwarp();
     cuda::wait_barrier(cuda::smem_address(&s.rows_full), parity);
-    if (has_d_v)
-      store_d_v(rows + first * d_v.stride[1], d_v.stride[1], seq.length - first, s.rows, beta, thread, call.aligned);
+    uint4 y[kOwnRows];
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i)
+      y[i] = *reinterpret_cast<const uint4*>(s.rows + piece_at(thread / 8, thread % 8) + i * 8 * 128);
     warp_arrives(s.rows_empty, thread);
+    if (has_d_v)
+      store_d_v(rows + first * d_v.stride[1], d_v.stride[1], seq.length - first, y, beta, thread, call.aligned);
   }
   if (thread == 0) cuda::wait_bulk_stores();
 }
@@ -293,32 +297,32 @@ struct Scan {
   // ---- Products: between a fence and a wait ----
 
   // x = a k^T
-  __device__ void times_keys(const uint32_t (&a)[K / 16][4], const char* k) {
-    const uint64_t b = cuda::sm90::descriptor(at(k));
+  __device__ void times_keys(const uint32_t (&a)[K / 16][4], uint32_t k) {
+    const uint64_t b = cuda::sm90::descriptor(k);
 #pragma unroll
     for (int step = 0; step < K / 16; ++step)
       cuda::sm90::wgmma_rs_n64<T, 0>(x, a[step], cuda::sm90::advanced(b, step / 4 * kTile + step % 4 * 32), step > 0);
   }
   // z (+)= a b^T or, with rows of b for each token summed over, a b
   template <int kMajorN>
-  __device__ void times_square(float (&z)[32], const uint32_t (&a)[4][4], const char* tile, bool accumulate) {
-    const uint64_t b = cuda::sm90::descriptor(at(tile));
+  __device__ void times_square(float (&z)[32], const uint32_t (&a)[4][4], uint32_t tile, bool accumulate) {
+    const uint64_t b = cuda::sm90::descriptor(tile);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       cuda::sm90::wgmma_rs_n64<T, kMajorN>(z, a[step], cuda::sm90::advanced(b, step * (kMajorN ? 2048 : 32)),
                                            accumulate || step > 0);
   }
   // z = a b for a [64 tokens][64 v] transposed and b, rows for each token summed over
-  __device__ static void times_tiles(float (&z)[32], const char* rows, const char* tile) {
-    const uint64_t a = cuda::sm90::descriptor(at(rows)), b = cuda::sm90::descriptor(at(tile));
+  __device__ static void times_tiles(float (&z)[32], uint32_t rows, uint32_t tile) {
+    const uint64_t a = cuda::sm90::descriptor(rows), b = cuda::sm90::descriptor(tile);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       cuda::sm90::wgmma_ss_n64<T, 1, 1>(z, cuda::sm90::advanced(a, step * 2048), cuda::sm90::advanced(b, step * 2048),
                                         step > 0);
   }
   // S += a b for b [64 tokens][K]
-  __device__ void advance(const uint32_t (&a)[4][4], const char* rows) {
-    const uint64_t b = cuda::sm90::descriptor(at(rows), kTile);
+  __device__ void advance(const uint32_t (&a)[4][4], uint32_t rows) {
+    const uint64_t b = cuda::sm90::descriptor(rows, kTile);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       if constexpr (K == 128)
@@ -327,8 +331,8 @@ struct Scan {
         cuda::sm90::wgmma_rs_n64<T, 1>(S, a[step], cuda::sm90::advanced(b, step * 2048), true);
   }
   // The same, a from a tile [64 tokens][64 v].
-  __device__ void advance_tiles(const char* rows, const char* columns) {
-    const uint64_t a = cuda::sm90::descriptor(at(rows)), b = cuda::sm90::descriptor(at(columns), kTile);
+  __device__ void advance_tiles(uint32_t rows, uint32_t columns) {
+    const uint64_t a = cuda::sm90::descriptor(rows), b = cuda::sm90::descriptor(columns, kTile);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       if constexpr (K == 128)
@@ -343,13 +347,26 @@ struct Scan {
     for (int i = 0; i < K / 2; ++i) S[i] *= f;
   }
 
+  // Where a stage's tiles are, the same in all lanes as far as the compiler can see: descriptions of tiles are then
+  // added up apart from the lanes' own registers.
+  struct Tiles {
+    uint32_t k, q, v, d_o_decayed, X, P;
+    __device__ explicit Tiles(const ScanStage<K>& in) {
+      using Stage = ScanStage<K>;
+      const uint32_t first = __shfl_sync(0xffffffffu, at(&in), 0);
+      k = first + offsetof(Stage, k), q = first + offsetof(Stage, q), v = first + offsetof(Stage, v);
+      d_o_decayed = first + offsetof(Stage, d_o_decayed), X = first + offsetof(Stage, X), P = first + offsetof(Stage, P);
+    }
+  };
+
   // r = (I + X diag(beta)) (v - E k S);  S <- E_n S + k^T (D_n beta r)
   __device__ void forward(const ScanStage<K>& in, uint32_t parity) {
     const float(*f)[kC] = in.scalars;
+    const Tiles tiles(in);
     uint32_t a[K / 16][4], b[4][4];
     round_state(a);
     cuda::sm90::wgmma_fence();
-    times_keys(a, in.k);
+    times_keys(a, tiles.k);
     cuda::sm90::wgmma_commit();
     publish_state(a, parity);
     uint32_t v[4][4];
@@ -366,7 +383,7 @@ struct Scan {
       scaled_operand(n, factors(f[kBeta], n), b[n]);
     }
     cuda::sm90::wgmma_fence();
-    times_square<0>(x, b, in.X, true);
+    times_square<0>(x, b, tiles.X, true);
     cuda::sm90::wgmma_commit();
     decay(f[kE][kC - 1]);
     cuda::sm90::wgmma_wait<0>();
@@ -376,7 +393,7 @@ struct Scan {
       scaled_operand(n, {Dn.x * beta.x, Dn.y * beta.y, Dn.z * beta.z, Dn.w * beta.w}, b[n]);
     }
     cuda::sm90::wgmma_fence();
-    advance(b, in.k);
+    advance(b, tiles.k);
     cuda::sm90::wgmma_commit();
     publish_rows<false>(parity);
     cuda::sm90::wgmma_wait<0>();
@@ -386,19 +403,20 @@ struct Scan {
   // dS <- E_n dS + q^T (scale E d_o) - k^T (E d_v)
   __device__ void backward(const ScanStage<K>& in, uint64_t& decayed, uint32_t stage_parity, uint32_t parity) {
     const float(*f)[kC] = in.scalars;
+    const Tiles tiles(in);
     uint32_t a[K / 16][4], b[4][4];
     float z[32];
     cuda::sm90::wgmma_fence();
-    times_tiles(z, in.v, in.P);
+    times_tiles(z, tiles.v, tiles.P);
     cuda::sm90::wgmma_commit();
     round_state(a);
     cuda::sm90::wgmma_fence();
-    times_keys(a, in.k);
+    times_keys(a, tiles.k);
     cuda::sm90::wgmma_commit();
     decay(f[kE][kC - 1]);
     cuda::wait_barrier(at(&decayed), stage_parity);
     cuda::sm90::wgmma_fence();
-    advance_tiles(in.d_o_decayed, in.q);
+    advance_tiles(tiles.d_o_decayed, tiles.q);
     cuda::sm90::wgmma_commit();
     publish_state(a, parity);
     cuda::sm90::wgmma_wait<1>();
@@ -412,7 +430,7 @@ struct Scan {
       scaled_operand(n, factors(f[kBeta], n), b[n]);
     }
     cuda::sm90::wgmma_fence();
-    times_square<1>(x, b, in.X, true);
+    times_square<1>(x, b, tiles.X, true);
     cuda::sm90::wgmma_commit();
     cuda::sm90::wgmma_wait<0>();
 #pragma unroll
@@ -421,7 +439,7 @@ struct Scan {
       scaled_operand(n, {-E.x * beta.x, -E.y * beta.y, -E.z * beta.z, -E.w * beta.w}, b[n]);
     }
     cuda::sm90::wgmma_fence();
-    advance(b, in.k);
+    advance(b, tiles.k);
     cuda::sm90::wgmma_commit();
     publish_rows<true>(parity);
     cuda::sm90::wgmma_wait<0>();
