@@ -4,7 +4,7 @@
 // One warpgroup holds the state transposed, [64 v][K], in the accumulators of wgmma; rounded, the same registers are
 // operand a of the next product. All products have tokens or K along their columns, so nothing is exchanged between
 // warps. Two warps load, up to kStages chunks ahead - one thread of them, but for the last rows of a sequence and tensors
-// that TMA cannot read - and make scale E d_o, one chunk ahead. Two store what the others leave in shared memory, and d_v.
+// that TMA cannot read -, make scale E d_o, one chunk ahead, and store states. Two store r or y, and d_v.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
 
@@ -98,6 +98,17 @@ __device__ void decay_rows(const Call& call, ScanStage<K>& in, uint64_t& full, u
   warp_arrives(decayed, thread);
 }
 
+// One thread: an image that the computing warps have left, which is free afterwards.
+__device__ inline void store_image(char* to, const char* from, uint32_t bytes, uint64_t& full, uint64_t& empty,
+                                   uint32_t parity) {
+  cuda::wait_barrier(cuda::smem_address(&full), parity);
+  cuda::fence_before_bulk();  // on the way from their writes to the copy's reads
+  cuda::bulk_store(to, cuda::smem_address(from), bytes);
+  cuda::commit_bulk_stores();
+  cuda::wait_bulk_stores_read();
+  cuda::arrive(cuda::smem_address(&empty));
+}
+
 template <class T, int K>
 __device__ void load_chunks(const Call& call, const Maps& maps, const Chain& w, const Sequence& seq, ScanSmem<K>& s,
                             int thread) {
@@ -145,13 +156,23 @@ __device__ void load_chunks(const Call& call, const Maps& maps, const Chain& w, 
     decay_rows<T, K>(call, s.stage[before], s.full[before], s.decayed[before], parity_before, thread);
     if (++before == kStages) before = 0, parity_before ^= 1;
   };
+  ChunkWalk stored(seq, w.reverse);
+  const auto store_next = [&] {
+    if (thread == 32)
+      store_image(call.state(w.reverse ? call.at.dS : call.at.S, seq.first_chunk + stored.at(), w.hv, w.slice), s.state,
+                  K / 64 * kTile, s.state_full, s.state_empty, stored.i & 1);
+    ++stored.i;
+  };
   for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i) {
     cuda::wait_barrier(cuda::smem_address(&s.empty[stage]), parity);
     load(s.stage[stage], s.full[stage], walk.at());
     if (walk.i > 0) decay_before();
+    if (walk.i > 1) store_next();
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   if (seq.length > 0) decay_before();
+  while (!stored.ends()) store_next();
+  if (thread == 32) cuda::wait_bulk_stores();
 }
 
 // d_v = beta y, y in hand.
@@ -172,24 +193,13 @@ __device__ void store_chunks(const Call& call, const Chain& w, const Sequence& s
   const bool has_d_v = w.reverse && cuda::is_there(d_v);
   T* rows = has_d_v ? row_of<T>(d_v, seq.b, seq.begin, w.hv) + 64 * w.slice : nullptr;
   uint32_t parity = 0;
-  // One thread; the image is free afterwards.
-  const auto store = [&](char* to, const char* from, uint32_t bytes, uint64_t& empty) {
-    cuda::bulk_store(to, cuda::smem_address(from), bytes);
-    cuda::commit_bulk_stores();
-    cuda::wait_bulk_stores_read();
-    cuda::arrive(cuda::smem_address(&empty));
-  };
   for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i, parity ^= 1) {
     const int64_t first = int64_t(walk.at()) * kC, place = seq.first_chunk + walk.at();
     float beta[kOwnRows];
     if (has_d_v) load_factors(call.scalars(place, w.hv) + kBeta * kC, thread, beta);
-    if (thread == 0) {
-      cuda::wait_barrier(cuda::smem_address(&s.state_full), parity);
-      store(call.state(w.reverse ? call.at.dS : call.at.S, place, w.hv, w.slice), s.state, K / 64 * kTile,
-            s.state_empty);
-      cuda::wait_barrier(cuda::smem_address(&s.rows_full), parity);
-      store(call.rows(w.reverse ? call.at.y : call.at.r, place, w.hv, w.slice), s.rows, kTile, s.rows_empty);
-    }
+    if (thread == 0)
+      store_image(call.rows(w.reverse ? call.at.y : call.at.r, place, w.hv, w.slice), s.rows, kTile, s.rows_full,
+                  s.rows_empty, parity);
     if (!w.reverse) continue;
     __syncwarp();
     cuda::wait_barrier(cuda::smem_address(&s.rows_full), parity);
@@ -274,7 +284,6 @@ struct Scan {
     for (int step = 0; step < K / 16; ++step)
       cuda::store_matrices(tile_at(lanes.down, at(s.state), 16 * warp, step), a[step][0], a[step][1], a[step][2],
                            a[step][3]);
-    cuda::fence_before_bulk();
     hand_over(s.state_full);
   }
   // x as [v][token], in reverse as [token][v].
@@ -290,7 +299,6 @@ struct Scan {
       else
         cuda::store_matrices(tile_at(lanes.down, at(s.rows), 16 * warp, n), a[0], a[1], a[2], a[3]);
     }
-    cuda::fence_before_bulk();
     hand_over(s.rows_full);
   }
 
