@@ -50,8 +50,8 @@ inline bool plan_chunk_bwd(const delta_rule::Problem& p, const Device& device, P
     reason = "needs K = V of 64 or 128, got K = " + std::to_string(p.K) + ", V = " + std::to_string(p.V);
   else if (p.fused)
     reason = "needs q, k, g and beta as the recurrence takes them, got use_qk_l2norm, use_gate or use_beta_sigmoid";
-  else if (l.chunks * p.H > kMostBlocks || 2 * p.N * p.HV * (p.V / 64) > kMostBlocks)
-    reason = "needs chunks times heads, and sequences times heads, of at most 2^31 - 1 blocks, got more";
+  else if (l.chunks * p.HV > kMostBlocks || 2 * p.N * p.HV * (p.V / 64) > kMostBlocks)
+    reason = "needs chunks times value heads, and sequences times heads, of at most 2^31 - 1 blocks, got more";
   if (!reason.empty()) {
     if (why) *why = reason;
     return false;

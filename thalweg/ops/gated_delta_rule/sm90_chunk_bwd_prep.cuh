@@ -51,16 +51,23 @@ __device__ inline void load_scalars(const Call& call, const Chunk& chunk, int64_
                                     float* to) {
   constexpr float kLog2e = 1.4426950408889634f;
   float g[2], b[2];
+  // Both tensors are asked for before either is looked at; other types than float32 wait element by element.
+  const auto load = [&](const thalweg_tensor& t, float otherwise, float(&x)[2]) {
+    const int64_t at = chunk.b * t.stride[0] + (chunk.begin + 2 * lane) * t.stride[1] + hv * t.stride[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      x[e] = otherwise;
+      if (2 * lane + e >= chunk.count || !cuda::is_there(t)) continue;
+      x[e] = t.dtype == THALWEG_F32 ? static_cast<const float*>(t.data)[at + e * t.stride[1]]
+                                    : cuda::load_at<float>(t, at + e * t.stride[1]);
+    }
+  };
+  load(call.args.g, 0.f, g);
+  load(call.args.beta, 1.f, b);
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const bool there = 2 * lane + e < chunk.count;
-    const int64_t token = chunk.begin + 2 * lane + e;
-    const auto element = [&](const thalweg_tensor& t) {
-      return cuda::load_at<float>(t, chunk.b * t.stride[0] + token * t.stride[1] + hv * t.stride[2]);
-    };
-    g[e] = there && cuda::is_there(call.args.g) ? element(call.args.g) * kLog2e : 0.f;
-    if (g[e] < kLeastGate) g[e] = kLeastGate;
-    b[e] = !there ? 0.f : cuda::is_there(call.args.beta) ? element(call.args.beta) : 1.f;
+    g[e] = g[e] * kLog2e < kLeastGate ? kLeastGate : g[e] * kLog2e;
+    if (2 * lane + e >= chunk.count) g[e] = b[e] = 0.f;
     if (!chunk.valid) g[e] = b[e] = cuda::nan_of<float>();
   }
   float sum = g[0] + g[1];
@@ -286,35 +293,32 @@ __device__ void prepare_heads(const Call& call, int64_t place, int64_t hv, int h
   for (int x = 0; x < heads; ++x) store_inverse<T>(work.head[x], call.square(call.at.X, place, hv + x), thread);
 }
 
-// One block: a chunk and a key head. A round takes kPrepHeads value heads; one more asks for the keys again.
+// One block: a chunk and kPrepHeads value heads of a key head.
 template <class T, int D>
 __global__ void __launch_bounds__(kPrepThreads, 4) prep_kernel(const __grid_constant__ Call call) {
   extern __shared__ __align__(1024) char raw[];
   auto& s = *reinterpret_cast<PrepSmem<D>*>(raw);
-  const int64_t place = blockIdx.x / call.H, h = blockIdx.x % call.H, group = call.HV / call.H;
+  const int group = int(call.HV / call.H), rounds = (group + kPrepHeads - 1) / kPrepHeads;
+  const int64_t unit = blockIdx.x / rounds, place = unit / call.H, h = unit % call.H;
+  const int x = int(blockIdx.x % rounds) * kPrepHeads, heads = group - x < kPrepHeads ? group - x : kPrepHeads;
   const Chunk chunk = chunk_at(call, place);
   if (chunk.count == 0) return;
   const Args& a = call.args;
-  for (int64_t x = 0; x < group; x += kPrepHeads) {
-    // Addresses are computed anew for every round: there are not the registers to keep them.
-    const int thread = int(cuda::opaque(threadIdx.x)), warp = thread / 32, lane = thread % 32;
-    const int heads = int(group - x < kPrepHeads ? group - x : kPrepHeads);
-    const int64_t hv = h * group + x;
-    if (x > 0) __syncthreads();  // what is of the heads before is read
-    copy_rows<T, D, kPrepThreads>(s.keys.q, row_of<const T>(a.q, chunk.b, chunk.begin, h), a.q.stride[1], chunk.count,
-                                  thread, call.aligned);
-    copy_rows<T, D, kPrepThreads>(s.keys.k, row_of<const T>(a.k, chunk.b, chunk.begin, h), a.k.stride[1], chunk.count,
-                                  thread, call.aligned);
-    cuda::commit_copies();
-    if (warp < heads) load_scalars(call, chunk, hv + warp, lane, s.scalars[warp], call.scalars(place, hv + warp));
-    cuda::wait_copies<0>();
-    cuda::fence_before_bulk();  // wgmma reads what was copied
-    __syncthreads();
-    float qk[32], kk[32];
-    key_products<T, D>(cuda::smem_address(s.keys.q), cuda::smem_address(s.keys.k), qk, kk);
-    __syncthreads();  // q and k are read
-    prepare_heads<T>(call, place, hv, heads, s, thread, qk, kk);
-  }
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int64_t hv = h * group + x;
+  copy_rows<T, D, kPrepThreads>(s.keys.q, row_of<const T>(a.q, chunk.b, chunk.begin, h), a.q.stride[1], chunk.count,
+                                thread, call.aligned);
+  copy_rows<T, D, kPrepThreads>(s.keys.k, row_of<const T>(a.k, chunk.b, chunk.begin, h), a.k.stride[1], chunk.count,
+                                thread, call.aligned);
+  cuda::commit_copies();
+  if (warp < heads) load_scalars(call, chunk, hv + warp, lane, s.scalars[warp], call.scalars(place, hv + warp));
+  cuda::wait_copies<0>();
+  cuda::fence_before_bulk();  // wgmma reads what was copied
+  __syncthreads();
+  float qk[32], kk[32];
+  key_products<T, D>(cuda::smem_address(s.keys.q), cuda::smem_address(s.keys.k), qk, kk);
+  __syncthreads();  // q and k are read
+  prepare_heads<T>(call, place, hv, heads, s, thread, qk, kk);
 }
 
 }  // namespace

@@ -231,26 +231,38 @@ struct Scan {
 
   __device__ static uint32_t at(const void* p) { return cuda::smem_address(p); }
 
-  // f(element of S, k, v) for all of this lane's.
+  // f(element of S, where it is from this head's first on) for all of this lane's, given strides of k and v.
   template <class F>
-  __device__ void each(const F& f) {
+  __device__ void each(int64_t stride_k, int64_t stride_v, const F& f) {
+    int64_t at = 2 * c * stride_k + (64 * chain.slice + 16 * warp + g) * stride_v;
 #pragma unroll
-    for (int i = 0; i < K / 2; ++i)
-      f(S[i], int64_t(i / 4 * 8 + 2 * c + (i & 1)), 64 * chain.slice + 16 * warp + g + (i >> 1 & 1) * 8);
+    for (int n = 0; n < K / 8; ++n, at += 8 * stride_k) {
+      f(S[4 * n], at), f(S[4 * n + 1], at + stride_k);
+      f(S[4 * n + 2], at + 8 * stride_v), f(S[4 * n + 3], at + 8 * stride_v + stride_k);
+    }
   }
+  // float32 without asking every element for its type: else each load would wait for the one before.
   __device__ void load_state(const thalweg_tensor& t) {
-    const bool there = cuda::is_there(t);
-    const int64_t head = there ? chain.n * t.stride[0] + chain.hv * t.stride[1] : 0;
-    each([&](float& x, int64_t k, int64_t v) {
-      x = there ? cuda::load_at<float>(t, head + k * t.stride[2] + v * t.stride[3]) : 0.f;
-    });
+    const int64_t head = cuda::is_there(t) ? chain.n * t.stride[0] + chain.hv * t.stride[1] : 0;
+    if (!cuda::is_there(t)) {
+      each(0, 0, [](float& x, int64_t) { x = 0.f; });
+    } else if (t.dtype == THALWEG_F32) {
+      const float* from = static_cast<const float*>(t.data) + head;
+      each(t.stride[2], t.stride[3], [&](float& x, int64_t at) { x = from[at]; });
+    } else {
+      each(t.stride[2], t.stride[3], [&](float& x, int64_t at) { x = cuda::load_at<float>(t, head + at); });
+    }
   }
   __device__ void store_state(const thalweg_tensor& t, bool valid) {
     if (!cuda::is_there(t)) return;
     const int64_t head = chain.n * t.stride[0] + chain.hv * t.stride[1];
-    each([&](float& x, int64_t k, int64_t v) {
-      cuda::store_at(t, head + k * t.stride[2] + v * t.stride[3], valid ? x : cuda::nan_of<float>());
-    });
+    const auto value = [&](float x) { return valid ? x : cuda::nan_of<float>(); };
+    if (t.dtype == THALWEG_F32) {
+      float* to = static_cast<float*>(t.data) + head;
+      each(t.stride[2], t.stride[3], [&](float& x, int64_t at) { to[at] = value(x); });
+    } else {
+      each(t.stride[2], t.stride[3], [&](float& x, int64_t at) { cuda::store_at(t, head + at, value(x)); });
+    }
   }
 
   // Four neighbours of two C tiles, from p[8n], as operand a.
@@ -262,6 +274,18 @@ struct Scan {
     const float2 low = *reinterpret_cast<const float2*>(of + 16 * n + 2 * c);
     const float2 high = *reinterpret_cast<const float2*>(of + 16 * n + 8 + 2 * c);
     return {low.x, low.y, high.x, high.y};
+  }
+  __device__ void all_factors(const float* of, float4 (&to)[4]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) to[n] = factors(of, n);
+  }
+  // of times by, or its negative
+  __device__ void all_factors(const float* of, const float4 (&by)[4], float sign, float4 (&to)[4]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float4 x = factors(of, n);
+      to[n] = {sign * x.x * by[n].x, sign * x.y * by[n].y, sign * x.z * by[n].z, sign * x.w * by[n].w};
+    }
   }
   __device__ void scaled_operand(int n, const float4& f, uint32_t (&a)[4]) const {
     const float* p = x + 8 * n;
@@ -380,26 +404,26 @@ struct Scan {
     uint32_t v[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) cuda::load_matrices_transposed(v[n], tile_at(lanes.across, at(in.v), 16 * n, warp));
+    float4 Es[4], beta[4], by[4];  // what waits for no product comes before the waits
+    all_factors(f[kE], Es), all_factors(f[kBeta], beta);
     cuda::sm90::wgmma_wait<0>();
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const float4 E = factors(f[kE], n);
+      const float4 E = Es[n];
       const float2 v0 = unpack<T>(v[n][0]), v1 = unpack<T>(v[n][1]), v2 = unpack<T>(v[n][2]), v3 = unpack<T>(v[n][3]);
       float* p = x + 8 * n;
       p[0] = v0.x - E.x * p[0], p[1] = v0.y - E.y * p[1], p[2] = v1.x - E.x * p[2], p[3] = v1.y - E.y * p[3];
       p[4] = v2.x - E.z * p[4], p[5] = v2.y - E.w * p[5], p[6] = v3.x - E.z * p[6], p[7] = v3.y - E.w * p[7];
-      scaled_operand(n, factors(f[kBeta], n), b[n]);
+      scaled_operand(n, beta[n], b[n]);
     }
     cuda::sm90::wgmma_fence();
     times_square<0>(x, b, tiles.X, true);
     cuda::sm90::wgmma_commit();
     decay(f[kE][kC - 1]);
+    all_factors(f[kDn], beta, 1.f, by);
     cuda::sm90::wgmma_wait<0>();
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float4 Dn = factors(f[kDn], n), beta = factors(f[kBeta], n);
-      scaled_operand(n, {Dn.x * beta.x, Dn.y * beta.y, Dn.z * beta.z, Dn.w * beta.w}, b[n]);
-    }
+    for (int n = 0; n < 4; ++n) scaled_operand(n, by[n], b[n]);
     cuda::sm90::wgmma_fence();
     advance(b, tiles.k);
     cuda::sm90::wgmma_commit();
@@ -427,25 +451,25 @@ struct Scan {
     advance_tiles(tiles.d_o_decayed, tiles.q);
     cuda::sm90::wgmma_commit();
     publish_state(a, parity);
+    float4 Dns[4], beta[4], by[4];
+    all_factors(f[kDn], Dns), all_factors(f[kBeta], beta);
     cuda::sm90::wgmma_wait<1>();
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const float4 Dn = factors(f[kDn], n);
+      const float4 Dn = Dns[n];
       float* p = x + 8 * n;
       const float* o = z + 8 * n;
       p[0] = o[0] + Dn.x * p[0], p[1] = o[1] + Dn.y * p[1], p[2] = o[2] + Dn.x * p[2], p[3] = o[3] + Dn.y * p[3];
       p[4] = o[4] + Dn.z * p[4], p[5] = o[5] + Dn.w * p[5], p[6] = o[6] + Dn.z * p[6], p[7] = o[7] + Dn.w * p[7];
-      scaled_operand(n, factors(f[kBeta], n), b[n]);
+      scaled_operand(n, beta[n], b[n]);
     }
     cuda::sm90::wgmma_fence();
     times_square<1>(x, b, tiles.X, true);
     cuda::sm90::wgmma_commit();
+    all_factors(f[kE], beta, -1.f, by);
     cuda::sm90::wgmma_wait<0>();
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float4 E = factors(f[kE], n), beta = factors(f[kBeta], n);
-      scaled_operand(n, {-E.x * beta.x, -E.y * beta.y, -E.z * beta.z, -E.w * beta.w}, b[n]);
-    }
+    for (int n = 0; n < 4; ++n) scaled_operand(n, by[n], b[n]);
     cuda::sm90::wgmma_fence();
     advance(b, tiles.k);
     cuda::sm90::wgmma_commit();
