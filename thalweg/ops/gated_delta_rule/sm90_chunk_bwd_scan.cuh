@@ -3,8 +3,9 @@
 //
 // One warpgroup holds the state transposed, [64 v][K], in the accumulators of wgmma; rounded, the same registers are
 // operand a of the next product. All products have tokens or K along their columns, so nothing is exchanged between
-// warps. Two warps load, up to kStages chunks ahead - one thread of them, but for the last rows of a sequence and tensors
-// that TMA cannot read -, make scale E d_o, one chunk ahead, and store states. Two store r or y, and d_v.
+// warps. Of the others, which wait for each other through shared memory alone, one warp loads, up to kStages chunks ahead
+// - one thread of it, but for the last rows of a sequence and tensors that TMA cannot read -, one stores states and rows as
+// they lie, and in reverse two make scale E d_o, a chunk ahead, and two d_v.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
 
@@ -15,8 +16,7 @@
 namespace thalweg::gated_delta_rule {
 namespace {
 
-constexpr int kScanThreads = 256;  // a warpgroup that computes, 64 threads that load, 64 that store
-constexpr int kMoveThreads = 64;
+constexpr int kScanThreads = 384;  // a warpgroup that computes, four warps that move, two that make d_v, two at rest
 constexpr int kStages = 3;
 
 template <int K>
@@ -50,7 +50,7 @@ __device__ inline Chain chain_of(const Call& call, int64_t block) {
   return {block / (call.VS * call.HV), block / call.VS % call.HV, block % call.VS, reverse};
 }
 
-// ---- The loading and storing warps ----
+// ---- The moving warps ----
 
 // Walks over the chunks of a chain in its order.
 struct ChunkWalk {
@@ -81,21 +81,26 @@ __device__ inline void warp_arrives(uint64_t& barrier, int thread) {
   if (thread % 32 == 0) cuda::arrive(cuda::smem_address(&barrier));
 }
 
-// In reverse, of one chunk: scale E d_o.
+// In reverse, two warps: scale E d_o.
 template <class T, int K>
-__device__ void decay_rows(const Call& call, ScanStage<K>& in, uint64_t& full, uint64_t& decayed, uint32_t parity,
-                           int thread) {
-  cuda::wait_barrier(cuda::smem_address(&full), parity);
-  float E[kOwnRows];
-  load_factors(in.scalars[kE], thread, E);
+__device__ void decay_chunks(const Call& call, const Sequence& seq, ScanSmem<K>& s, int thread) {
+  int stage = 0;
+  uint32_t parity = 0;
+  for (ChunkWalk walk(seq, true); !walk.ends(); ++walk.i) {
+    ScanStage<K>& in = s.stage[stage];
+    cuda::wait_barrier(cuda::smem_address(&s.full[stage]), parity);
+    float E[kOwnRows];
+    load_factors(in.scalars[kE], thread, E);
 #pragma unroll
-  for (int i = 0; i < kOwnRows; ++i) {
-    const uint32_t at = piece_at(thread / 8, thread % 8) + i * 8 * 128;
-    *reinterpret_cast<uint4*>(in.d_o_decayed + at) =
-        times_piece<T>(*reinterpret_cast<const uint4*>(in.v + at), call.scale * E[i]);
+    for (int i = 0; i < kOwnRows; ++i) {
+      const uint32_t at = piece_at(thread / 8, thread % 8) + i * 8 * 128;
+      *reinterpret_cast<uint4*>(in.d_o_decayed + at) =
+          times_piece<T>(*reinterpret_cast<const uint4*>(in.v + at), call.scale * E[i]);
+    }
+    cuda::fence_before_bulk();  // wgmma reads them
+    warp_arrives(s.decayed[stage], thread);
+    if (++stage == kStages) stage = 0, parity ^= 1;
   }
-  cuda::fence_before_bulk();  // wgmma reads them
-  warp_arrives(decayed, thread);
 }
 
 // One thread: an image that the computing warps have left, which is free afterwards.
@@ -109,109 +114,93 @@ __device__ inline void store_image(char* to, const char* from, uint32_t bytes, u
   cuda::arrive(cuda::smem_address(&empty));
 }
 
+// One warp. A chunk's place is free once the computing warps have read it: what else reads it comes before them.
 template <class T, int K>
 __device__ void load_chunks(const Call& call, const Maps& maps, const Chain& w, const Sequence& seq, ScanSmem<K>& s,
-                            int thread) {
+                            int lane) {
   const Args& a = call.args;
   const thalweg_tensor& vo = w.reverse ? a.d_o : a.v;
   const bool there = cuda::is_there(vo);
   const int64_t h = w.hv / (call.HV / call.H);
-  const auto load = [&](ScanStage<K>& to, uint64_t& barrier, int at) {
-    const Chunk chunk = chunk_of(seq, at);
-    const int64_t place = seq.first_chunk + at;
-    const uint32_t full = cuda::smem_address(&barrier);
-    if (thread == 0) {
+  int stage = 0;
+  uint32_t parity = 1;  // a fresh barrier has completed the phase before its first
+  for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i) {
+    const Chunk chunk = chunk_of(seq, walk.at());
+    const int64_t place = seq.first_chunk + walk.at();
+    ScanStage<K>& to = s.stage[stage];
+    const uint32_t full = cuda::smem_address(&s.full[stage]);
+    cuda::wait_barrier(cuda::smem_address(&s.empty[stage]), parity);
+    if (lane == 0) {
       expect_bytes(full, (w.reverse ? 2 : 1) * kTile + kScalarBytes);
       cuda::bulk_load(cuda::smem_address(to.scalars), call.scalars(place, w.hv), kScalarBytes, full);
       cuda::bulk_load(cuda::smem_address(to.X), call.square(call.at.X, place, w.hv), kTile, full);
       if (w.reverse) cuda::bulk_load(cuda::smem_address(to.P), call.square(call.at.P, place, w.hv), kTile, full);
     }
     if (call.tma && there && chunk.count == kC) {
-      if (thread == 0) {
+      if (lane == 0) {
         load_boxes(cuda::smem_address(to.k), maps.k, chunk, h, 0, K / 64, full);
         if (w.reverse) load_boxes(cuda::smem_address(to.q), maps.q, chunk, h, 0, K / 64, full);
         load_boxes(cuda::smem_address(to.v), w.reverse ? maps.d_o : maps.v, chunk, w.hv, int(w.slice), 1, full);
       }
     } else {
-      const auto copy = [&](char* to, const thalweg_tensor& t) {
-        copy_rows<T, K, kMoveThreads>(to, row_of<const T>(t, chunk.b, chunk.begin, h), t.stride[1], chunk.count, thread,
-                                      call.aligned);
+      const auto copy = [&](char* to, const T* from, int64_t stride, int count) {
+        copy_rows<T, 64, 32>(to, from, stride, count, lane, call.aligned);
       };
-      copy(to.k, a.k);
-      if (w.reverse) copy(to.q, a.q);
+      for (int i = 0; i < K / 64; ++i) {
+        copy(to.k + i * kTile, row_of<const T>(a.k, chunk.b, chunk.begin, h) + 64 * i, a.k.stride[1], chunk.count);
+        if (w.reverse)
+          copy(to.q + i * kTile, row_of<const T>(a.q, chunk.b, chunk.begin, h) + 64 * i, a.q.stride[1], chunk.count);
+      }
       const T* from = there ? row_of<const T>(vo, chunk.b, chunk.begin, w.hv) + 64 * w.slice
                             : reinterpret_cast<const T*>(call.workspace);
-      copy_rows<T, 64, kMoveThreads>(to.v, from, there ? vo.stride[1] : 0, there ? chunk.count : 0, thread,
-                                     call.aligned);
+      copy(to.v, from, there ? vo.stride[1] : 0, there ? chunk.count : 0);
       cuda::commit_copies();
       cuda::wait_copies<0>();
       cuda::fence_before_bulk();  // wgmma reads what was copied
     }
-    warp_arrives(barrier, thread);
-  };
-  int stage = 0, before = 0;
-  uint32_t parity = 1, parity_before = 0;  // a fresh barrier has completed the phase before its first
-  const auto decay_before = [&] {
-    if (!w.reverse) return;
-    decay_rows<T, K>(call, s.stage[before], s.full[before], s.decayed[before], parity_before, thread);
-    if (++before == kStages) before = 0, parity_before ^= 1;
-  };
-  ChunkWalk stored(seq, w.reverse);
-  const auto store_next = [&] {
-    if (thread == 32)
-      store_image(call.state(w.reverse ? call.at.dS : call.at.S, seq.first_chunk + stored.at(), w.hv, w.slice), s.state,
-                  K / 64 * kTile, s.state_full, s.state_empty, stored.i & 1);
-    ++stored.i;
-  };
-  for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i) {
-    cuda::wait_barrier(cuda::smem_address(&s.empty[stage]), parity);
-    load(s.stage[stage], s.full[stage], walk.at());
-    if (walk.i > 0) decay_before();
-    if (walk.i > 1) store_next();
+    warp_arrives(s.full[stage], lane);
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
-  if (seq.length > 0) decay_before();
-  while (!stored.ends()) store_next();
-  if (thread == 32) cuda::wait_bulk_stores();
 }
 
-// d_v = beta y, y in hand.
-template <class T>
-__device__ void store_d_v(T* to, int64_t stride, int64_t count, const uint4 (&y)[kOwnRows], const float (&beta)[kOwnRows],
-                          int thread, bool aligned) {
-  to += thread / 8 * stride + thread % 8 * 8;
-#pragma unroll
-  for (int i = 0; i < kOwnRows; ++i, to += 8 * stride) {
-    const uint4 x = times_piece<T>(y[i], beta[i]);
-    if (thread / 8 + 8 * i < count) store_piece(to, reinterpret_cast<const char*>(&x), aligned);
-  }
-}
-
-template <class T, int K>
-__device__ void store_chunks(const Call& call, const Chain& w, const Sequence& seq, ScanSmem<K>& s, int thread) {
-  const thalweg_tensor& d_v = call.args.d_v;
-  const bool has_d_v = w.reverse && cuda::is_there(d_v);
-  T* rows = has_d_v ? row_of<T>(d_v, seq.b, seq.begin, w.hv) + 64 * w.slice : nullptr;
+// One thread: states, r and y.
+template <int K>
+__device__ void store_chunks(const Call& call, const Chain& w, const Sequence& seq, ScanSmem<K>& s) {
   uint32_t parity = 0;
   for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i, parity ^= 1) {
-    const int64_t first = int64_t(walk.at()) * kC, place = seq.first_chunk + walk.at();
+    const int64_t place = seq.first_chunk + walk.at();
+    store_image(call.state(w.reverse ? call.at.dS : call.at.S, place, w.hv, w.slice), s.state, K / 64 * kTile,
+                s.state_full, s.state_empty, parity);
+    store_image(call.rows(w.reverse ? call.at.y : call.at.r, place, w.hv, w.slice), s.rows, kTile, s.rows_full,
+                s.rows_empty, parity);
+  }
+  cuda::wait_bulk_stores();
+}
+
+// In reverse, two warps: d_v = beta y.
+template <class T, int K>
+__device__ void store_d_v(const Call& call, const Chain& w, const Sequence& seq, ScanSmem<K>& s, int thread) {
+  const thalweg_tensor& d_v = call.args.d_v;
+  const int64_t stride = d_v.stride[1];
+  T* rows = row_of<T>(d_v, seq.b, seq.begin + thread / 8, w.hv) + 64 * w.slice + thread % 8 * 8;
+  uint32_t parity = 0;
+  for (ChunkWalk walk(seq, true); !walk.ends(); ++walk.i, parity ^= 1) {
+    const int64_t first = int64_t(walk.at()) * kC, count = seq.length - first;
     float beta[kOwnRows];
-    if (has_d_v) load_factors(call.scalars(place, w.hv) + kBeta * kC, thread, beta);
-    if (thread == 0)
-      store_image(call.rows(w.reverse ? call.at.y : call.at.r, place, w.hv, w.slice), s.rows, kTile, s.rows_full,
-                  s.rows_empty, parity);
-    if (!w.reverse) continue;
-    __syncwarp();
+    load_factors(call.scalars(seq.first_chunk + walk.at(), w.hv) + kBeta * kC, thread, beta);
     cuda::wait_barrier(cuda::smem_address(&s.rows_full), parity);
     uint4 y[kOwnRows];
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i)
       y[i] = *reinterpret_cast<const uint4*>(s.rows + piece_at(thread / 8, thread % 8) + i * 8 * 128);
     warp_arrives(s.rows_empty, thread);
-    if (has_d_v)
-      store_d_v(rows + first * d_v.stride[1], d_v.stride[1], seq.length - first, y, beta, thread, call.aligned);
+    T* to = rows + first * stride;
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i, to += 8 * stride) {
+      const uint4 x = times_piece<T>(y[i], beta[i]);
+      if (thread / 8 + 8 * i < count) store_piece(to, reinterpret_cast<const char*>(&x), call.aligned);
+    }
   }
-  if (thread == 0) cuda::wait_bulk_stores();
 }
 
 // ---- The computing warpgroup ----
@@ -502,25 +491,37 @@ __global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(const __grid_cons
   auto& s = *reinterpret_cast<ScanSmem<K>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Chain chain = chain_of(call, blockIdx.x);
+  const bool has_d_v = chain.reverse && cuda::is_there(call.args.d_v);
   if (threadIdx.x == 0) {
     const auto init = [](uint64_t& barrier, int arrivals) {
       cuda::init_barrier(cuda::smem_address(&barrier), uint32_t(arrivals));
     };
-    for (int i = 0; i < kStages; ++i)
-      init(s.full[i], 2), init(s.decayed[i], 2), init(s.empty[i], 4);
+    for (int i = 0; i < kStages; ++i) init(s.full[i], 1), init(s.decayed[i], 2), init(s.empty[i], 4);
     init(s.state_full, 4), init(s.state_empty, 1);
-    init(s.rows_full, 4), init(s.rows_empty, chain.reverse ? 1 + 2 : 1);
+    init(s.rows_full, 4), init(s.rows_empty, has_d_v ? 1 + 2 : 1);
     cuda::fence_barrier_init();
   }
   __syncthreads();
   const Sequence seq = sequence_at(call, chain.n);
-  if (warp >= 6) return store_chunks<T, K>(call, chain, seq, s, int(threadIdx.x) - 192);
-  if (warp >= 4) return load_chunks<T, K>(call, maps, chain, seq, s, int(threadIdx.x) - 128);
-  Scan<T, K> scan(call, chain, s, warp, lane);
-  if (chain.reverse)
-    scan.template run<true>(seq);
-  else
-    scan.template run<false>(seq);
+  if (warp < 4) {
+    cuda::sm90::setmaxnreg_inc<232>();
+    Scan<T, K> scan(call, chain, s, warp, lane);
+    if (chain.reverse)
+      scan.template run<true>(seq);
+    else
+      scan.template run<false>(seq);
+  } else {
+    cuda::sm90::setmaxnreg_dec<136>();
+    if (warp == 4) {
+      load_chunks<T, K>(call, maps, chain, seq, s, lane);
+    } else if (warp == 5) {
+      if (lane == 0) store_chunks<K>(call, chain, seq, s);
+    } else if (warp < 8) {
+      if (chain.reverse) decay_chunks<T, K>(call, seq, s, int(threadIdx.x) - 192);
+    } else if (warp < 10) {
+      if (has_d_v) store_d_v<T, K>(call, chain, seq, s, int(threadIdx.x) - 256);
+    }
+  }
 }
 
 }  // namespace
