@@ -73,7 +73,8 @@ void launch_all(const Call& call, const Maps& maps, const Exec& exec, int64_t nu
   const int64_t per_key = call.at.chunks * call.H, chains = call.N * call.HV * call.VS;
   const int64_t blocks = per_key < num_sms ? per_key : num_sms;
   const int64_t rounds = (call.HV / call.H + kPrepHeads - 1) / kPrepHeads;
-  cuda::launch(exec, "sm90_chunk_bwd prep", prep_kernel<T, K>, {per_key * rounds}, kPrepThreads, sizeof(PrepSmem<K>), call);
+  cuda::launch(exec, "sm90_chunk_bwd prep", prep_kernel<T, K>, {per_key * rounds}, kPrepThreads, sizeof(PrepSmem<K>),
+               call, maps);
   cuda::launch(exec, "sm90_chunk_bwd scan", scan_kernel<T, K>, {2 * chains}, kScanThreads, sizeof(ScanSmem<K>), call,
                maps);
   cuda::launch(exec, "sm90_chunk_bwd gradients", gradient_kernel<T, K>, {blocks}, kGradThreads<K>, sizeof(GradSmem<K>),

@@ -77,8 +77,8 @@ __device__ inline Chunk chunk_of(const Sequence& s, int64_t i) {
 }
 __device__ inline Chunk chunk_at(const Call& call, int64_t place) {
   if (!call.spans) {
-    const int64_t per = (call.T + kC - 1) / kC;
-    return chunk_of(sequence_at(call, place / per), place % per);
+    const uint32_t per = uint32_t((call.T + kC - 1) / kC);  // there are fewer than 2^31 places
+    return chunk_of(sequence_at(call, uint32_t(place) / per), uint32_t(place) % per);
   }
   int64_t low = 0, high = call.N;  // the last sequence whose places begin at or before this one
   while (high - low > 1) {

@@ -42,6 +42,7 @@ struct alignas(1024) PrepSmem {
     } work;
   };
   PrepScalars scalars[kPrepHeads];
+  uint64_t landed;
 };
 
 // ---- Scalars ----
@@ -293,28 +294,48 @@ __device__ void prepare_heads(const Call& call, int64_t place, int64_t hv, int h
   for (int x = 0; x < heads; ++x) store_inverse<T>(work.head[x], call.square(call.at.X, place, hv + x), thread);
 }
 
-// One block: a chunk and kPrepHeads value heads of a key head.
+// q and k of a chunk, as tiles; `landed` tells of those that come by TMA.
 template <class T, int D>
-__global__ void __launch_bounds__(kPrepThreads, 4) prep_kernel(const __grid_constant__ Call call) {
-  extern __shared__ __align__(1024) char raw[];
-  auto& s = *reinterpret_cast<PrepSmem<D>*>(raw);
-  const int group = int(call.HV / call.H), rounds = (group + kPrepHeads - 1) / kPrepHeads;
-  const int64_t unit = blockIdx.x / rounds, place = unit / call.H, h = unit % call.H;
-  const int x = int(blockIdx.x % rounds) * kPrepHeads, heads = group - x < kPrepHeads ? group - x : kPrepHeads;
-  const Chunk chunk = chunk_at(call, place);
-  if (chunk.count == 0) return;
-  const Args& a = call.args;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int64_t hv = h * group + x;
-  copy_rows<T, D, kPrepThreads>(s.keys.q, row_of<const T>(a.q, chunk.b, chunk.begin, h), a.q.stride[1], chunk.count,
-                                thread, call.aligned);
-  copy_rows<T, D, kPrepThreads>(s.keys.k, row_of<const T>(a.k, chunk.b, chunk.begin, h), a.k.stride[1], chunk.count,
-                                thread, call.aligned);
+__device__ void load_keys(const Call& call, const Maps& maps, const Chunk& chunk, int64_t h, PrepSmem<D>& s,
+                          int thread) {
+  if (call.tma && chunk.count == kC) {
+    if (thread != 0) return;
+    const uint32_t landed = cuda::smem_address(&s.landed);
+    cuda::init_barrier(landed, 1);
+    cuda::fence_barrier_init();
+    load_boxes(cuda::smem_address(s.keys.q), maps.q, chunk, h, 0, D / 64, landed);
+    load_boxes(cuda::smem_address(s.keys.k), maps.k, chunk, h, 0, D / 64, landed);
+    cuda::arrive(landed);
+    return;
+  }
+  const auto copy = [&](char* to, const thalweg_tensor& t) {
+    copy_rows<T, D, kPrepThreads>(to, row_of<const T>(t, chunk.b, chunk.begin, h), t.stride[1], chunk.count, thread,
+                                  call.aligned);
+  };
+  copy(s.keys.q, call.args.q), copy(s.keys.k, call.args.k);
   cuda::commit_copies();
-  if (warp < heads) load_scalars(call, chunk, hv + warp, lane, s.scalars[warp], call.scalars(place, hv + warp));
   cuda::wait_copies<0>();
   cuda::fence_before_bulk();  // wgmma reads what was copied
+}
+
+// One block: a chunk and kPrepHeads value heads of a key head.
+template <class T, int D>
+__global__ void __launch_bounds__(kPrepThreads, 4)
+    prep_kernel(const __grid_constant__ Call call, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) char raw[];
+  auto& s = *reinterpret_cast<PrepSmem<D>*>(raw);
+  const uint32_t group = uint32_t(call.HV / call.H), rounds = (group + kPrepHeads - 1) / kPrepHeads;
+  const uint32_t unit = blockIdx.x / rounds, place = unit / uint32_t(call.H), h = unit % uint32_t(call.H);
+  const int x = int(blockIdx.x % rounds) * kPrepHeads, left = int(group) - x;
+  const int heads = left < kPrepHeads ? left : kPrepHeads;
+  const Chunk chunk = chunk_at(call, place);
+  if (chunk.count == 0) return;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int64_t hv = int64_t(h) * group + x;
+  load_keys<T>(call, maps, chunk, h, s, thread);
+  if (warp < heads) load_scalars(call, chunk, hv + warp, lane, s.scalars[warp], call.scalars(place, hv + warp));
   __syncthreads();
+  if (call.tma && chunk.count == kC) cuda::wait_barrier(cuda::smem_address(&s.landed), 0);
   float qk[32], kk[32];
   key_products<T, D>(cuda::smem_address(s.keys.q), cuda::smem_address(s.keys.k), qk, kk);
   __syncthreads();  // q and k are read
