@@ -15,11 +15,13 @@
 // Shapes    q,k,d_q,d_k [B T H K]  v,d_o,d_v [B T HV V]  g,beta,d_g,d_beta [B T HV]  states [N HV K V]
 // Takes     bf16 or f16, K = V in {64, 128}, any strides of tokens and heads (rows that start at 16 bytes are faster),
 //           g, beta and states of any dtype and strides, packed sequences. Not the fused norm, gate and sigmoid.
-// Grid      prep: a block a chunk and key head. Scans: one grid for both directions, a block a sequence, value head and
-//           64 columns of V. Gradients: a block an SM, which walks over chunks and key heads.
+// Grid      prep: a block a chunk and two value heads of a key head. Scans: one grid for both directions, a block a
+//           sequence, value head and 64 columns of V. Gradients: a block an SM, which walks over chunks and key heads.
 // Tile      64 tokens x 64 columns of V x K; see the three .cuh
-// Smem      K = 128: prep 51 KiB, scans 220 KiB, gradients 206 KiB
-// Regs      K = 128: prep 125 of 128 threads, scans 195 and gradients 255 of 256
+// Smem      K = 128: prep 51 KiB, scans 219 KiB, gradients 214 KiB
+// Regs      K = 128: prep 128 of 128 threads, four blocks a multiprocessor; scans setmaxnreg 232 to the group that
+//           computes, 136 to those that move; gradients 168 to the two groups of columns, 128 to the pairs, 48 to the
+//           one that moves
 // Workspace per chunk and value head, 16 bits: S, dS [V][K], r [V][64], y [64][V], X, P [64][64] as the kernels' shared
 //           memory has them (one bulk copy each), and four rows of float32 scalars: 113 KiB at K = V = 128
 // Order     value heads of a key head one after another, sums over the chip's halves in a fixed order, no atomics: bits
@@ -28,16 +30,21 @@
 //           differences of sums of gates, each at least 2^-150, and never positive (g <= 0); masks by selection. d_g
 //           adds up only products that token t's decay is a factor of. d_v is beta times y as kept, in 16 bits. bf16,
 //           random data: d_q, d_k, d_v 2.3e-3 .. 3.9e-3 RMS (d_v without the rounding of y, 1.7e-3 of its own), d_g,
-//           d_beta 1.1e-3 .. 4.2e-3, d_initial_state 2.5e-3; f16 3e-4 .. 4e-4, d_g 2e-3. Keys of cosine 0.99 with beta
-//           to 2 and no decay: d_q, d_v 1.3e-2.
+//           d_beta 1.1e-3 .. 4.2e-3, d_initial_state 2.5e-3; f16 3e-4 .. 4e-4, d_g as in bf16, to which its pairs are
+//           rounded. Keys of cosine 0.99 with beta to 2 and no decay: d_q, d_v 1.3e-2.
 // Traps     - Rows past the end of a sequence are zero in every tile, and beta and g there, so no product sees another
-//             sequence's rows.
+//             sequence's rows: TMA loads whole chunks only, the last rows of a sequence come by plain copies.
 //           - wgmma reads what cp.async wrote only after a fence.proxy.async of the thread that copied.
 //           - Shared memory is cast from an aligned array: a base rounded up by hand makes every access generic.
-// Measured  H200, bf16, K = V = 128, initial_state and d_final_state, graph replay, microseconds: 1x8192 H16 HV32 664,
-//           where its products alone take 141 at the device's rate; 767 to 777 (prep 87, scans 265, gradients 414)
-//           before the scans' moving warps made scale E d_o and d_v, which spares the computing group 45 registers. B2
-//           T2048 H4 HV8 K = V = 64 103. Before that, by a driver: packed 4x2048 795; 1x32768 2889; 1x8192 H2 HV8 384
+//           - Tensors of any dtype: an element read through its type waits for itself, so 64 of them in a row are 64
+//             latencies. States, g and beta of float32 go without.
+//           - Which group of columns a warpgroup is goes through __shfl_sync, or ptxas keeps every description of a
+//             tile in registers of its own and spills.
+// Measured  H200, bf16, K = V = 128, initial_state and d_final_state, graph replay, microseconds, by a driver: 1x8192
+//           H16 HV32 460 (prep 57, scans 241, gradients 162 by a profiler); packed 4x2048 462; 1x32768 1777; 1x8192 H2
+//           HV8 243 (17, 177, 41); B2 T2048 H4 HV8 K = V = 64 67. At 1x8192 the kernels move 1.5 GB, 360 at the rate of
+//           a copy: scans at 70 % and gradients at 77 % of the memory's rate. With 8 value heads the scans are a chain
+//           of 128 chunks, 2600 clocks each, where the products take 900
 #include "thalweg/ops/gated_delta_rule/problem.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_grad.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_prep.cuh"
@@ -96,11 +103,12 @@ bool rows_aligned(const Args& a) {
 }  // namespace
 
 void sm90_chunk_bwd(const Problem& p, const Plan& plan, const Args& args, const Exec& exec) {
-  Call call{args,     chunk_bwd_layout(p), exec.workspace,    nullptr, p.B, p.T, p.H, p.HV, p.N,
+  Call call{args,     chunk_bwd_layout(p), exec.workspace,     nullptr, p.B, p.T, p.H, p.HV, p.N,
             p.V / 64, float(p.scale),      rows_aligned(args), false};
   Maps maps{};
   call.tma = make_token_map(args.q, 1, &maps.q) && make_token_map(args.k, 1, &maps.k) &&
-             make_token_map(args.v, 1, &maps.v) && (!cuda::is_there(args.d_o) || make_token_map(args.d_o, 1, &maps.d_o));
+             make_token_map(args.v, 1, &maps.v) &&
+             (!cuda::is_there(args.d_o) || make_token_map(args.d_o, 1, &maps.d_o));
   if (p.packed) {
     auto* spans = reinterpret_cast<cuda::Span*>(exec.workspace + call.at.spans);
     cuda::check_borders(exec, args.cu_seqlens, p.N, p.T, spans, offsetof(Args, cu_seqlens));

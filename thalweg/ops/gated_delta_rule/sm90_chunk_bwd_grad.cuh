@@ -1,8 +1,8 @@
 // Pieces of sm90_chunk_bwd.cu: d_q, d_k, d_g, d_beta of a chunk and a key head, from S, dS, r, y and d_o.
 //
 // A warpgroup for each 64 columns of K makes those of d_q = scale E (d_o S^T) + R k and d_k = D_n beta (r dS^T) -
-// E beta (y S^T) + R^T q + (W + W^T) k, in registers over a key head's value heads. Another makes the pairs of tokens, R
-// and W, of a value head and hands them over through shared memory; a fourth moves, and makes the scalars. They run
+// E beta (y S^T) + R^T q + (W + W^T) k, in registers over a key head's value heads. Another makes the pairs of tokens,
+// R and W, of a value head and hands them over through shared memory; a fourth moves, and makes the scalars. They run
 // ahead of each other as far as the stages go; blocks go from item to item.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_GRAD_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_GRAD_CUH
@@ -18,12 +18,12 @@ namespace {
 template <int K>
 constexpr int kGradThreads = 128 * (K / 64 + 2);
 constexpr int kHeadStages = 2;
-constexpr int kItems = 8;  // known at once: the warp that stores scalars may be some behind the one that looks for items
+constexpr int kItems = 8;  // known at once: the warp of the scalars may be some behind the thread that looks for items
 
 template <int K>
 struct HeadStage {
-  char r[K / 64 * kTile];                         // [v][token], in blocks of 64 v
-  char y[K / 64 * kTile], d_o[K / 64 * kTile];    // [token][v]
+  char r[K / 64 * kTile];                       // [v][token], in blocks of 64 v
+  char y[K / 64 * kTile], d_o[K / 64 * kTile];  // [token][v]
   float scalars[4][kC];
 };
 // Sums of a value head on their way to d_g and d_beta.
@@ -545,8 +545,8 @@ struct Gradients {
 
 // Blocks take items (a chunk and a key head) with a stride of the grid.
 template <class T, int K>
-__global__ void __launch_bounds__(kGradThreads<K>, 1) gradient_kernel(const __grid_constant__ Call call,
-                                                                 const __grid_constant__ Maps maps) {
+__global__ void __launch_bounds__(kGradThreads<K>, 1)
+    gradient_kernel(const __grid_constant__ Call call, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) char raw[];
   auto& s = *reinterpret_cast<GradSmem<K>*>(raw);
   constexpr int kBlocks = K / 64, kReaders = 4 * kBlocks + 4;  // warps that read a head's rows
@@ -565,7 +565,8 @@ __global__ void __launch_bounds__(kGradThreads<K>, 1) gradient_kernel(const __gr
     cuda::fence_barrier_init();
   }
   __syncthreads();
-  const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // each makes its own place: kept from before, it would crowd the sums
+  // Each role makes its own place: kept from before, it would crowd the sums out of the registers.
+  const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (role < kBlocks) {
     cuda::sm90::setmaxnreg_inc<K == 128 ? 168 : 216>();
     Gradients<T, K>(call, maps, s).run_columns(role);

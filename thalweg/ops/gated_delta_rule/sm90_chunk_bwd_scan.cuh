@@ -3,11 +3,13 @@
 //
 // One warpgroup holds the state transposed, [64 v][K], in the accumulators of wgmma; rounded, the same registers are
 // operand a of the next product. All products have tokens or K along their columns, so nothing is exchanged between
-// warps. Of the others, which wait for each other through shared memory alone, one warp loads, up to kStages chunks ahead
-// - one thread of it, but for the last rows of a sequence and tensors that TMA cannot read -, one stores states and rows as
-// they lie, and in reverse two make scale E d_o, a chunk ahead, and two d_v.
+// warps. Of the others, which wait for each other through shared memory alone, one warp loads, up to kStages chunks
+// ahead - one thread of it, but for the last rows of a sequence and tensors that TMA cannot read -, one stores states
+// and rows as they lie, and in reverse two make scale E d_o, ahead of the chunk that needs it, and two d_v.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_BWD_SCAN_CUH
+
+#include <stddef.h>
 
 #include "thalweg/cuda/sm90/smem.cuh"
 #include "thalweg/cuda/sm90/wgmma.cuh"
@@ -376,7 +378,8 @@ struct Scan {
       using Stage = ScanStage<K>;
       const uint32_t first = __shfl_sync(0xffffffffu, at(&in), 0);
       k = first + offsetof(Stage, k), q = first + offsetof(Stage, q), v = first + offsetof(Stage, v);
-      d_o_decayed = first + offsetof(Stage, d_o_decayed), X = first + offsetof(Stage, X), P = first + offsetof(Stage, P);
+      d_o_decayed = first + offsetof(Stage, d_o_decayed), X = first + offsetof(Stage, X),
+      P = first + offsetof(Stage, P);
     }
   };
 
@@ -485,8 +488,8 @@ struct Scan {
 };
 
 template <class T, int K>
-__global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(const __grid_constant__ Call call,
-                                                               const __grid_constant__ Maps maps) {
+__global__ void __launch_bounds__(kScanThreads, 1)
+    scan_kernel(const __grid_constant__ Call call, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) char raw[];
   auto& s = *reinterpret_cast<ScanSmem<K>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
