@@ -262,7 +262,7 @@ TEST(AscendExecution, SaysWhyItCannotRun) {
   EXPECT_FALSE(execute(plan, "").ran);
 }
 
-TEST(AscendExecution, NamesTheToolThatIsMissing) {
+TEST(AscendExecute, NamesTheToolThatIsMissing) {
   const Plan plan = gate_plan("fwd", {.T = 64}, Mode::kSingle, false);
   if (!kernel_of(plan)) GTEST_SKIP() << "built without kda_gate";
   const std::string path = std::getenv("PATH") ? std::getenv("PATH") : "";

@@ -207,6 +207,8 @@ Plan make_plan(const Problem& problem, const Target& target, const Options& opti
     try_larger(*kernel, start, &Tile::BM, &plan);
   }
   if (options.interior) plan.boundary = false;
+  plan.notes.push_back("tasks by strides or by ranges of chunks: counted, not timed");
+  if (plan.split.segments.size() > 1) plan.notes.push_back("launches of at most " + std::to_string(kMaxGrid) + " programs: no compiler here checks a grid");
   return plan;
 }
 

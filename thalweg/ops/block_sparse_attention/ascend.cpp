@@ -93,6 +93,8 @@ void plan_dkdv(Plan& plan) {
   for (const char* product : {"scores", "d_P"}) add(product, true, true, 1, 4 * BM * BT, true);
   for (const char* sum : {"d_k", "d_v"}) add(sum, true, true, p.HV == 1 ? 1 : BT, 2 * BT * D, false);
   plan.workspace = (8 + 4 * halves) * BM * BT * (off ? 1 : 4);
+  plan.notes = {"BM the first of 64, 48, 32, 16 that divides block_q, BT by block_k: this compiler takes other tiles too",
+                "224 KB of UB for a tile of 64/64/64: here the sums stay in L0C, and UB needs 17,536 bytes"};
   plan.scalar_loads = group > 1 || persistent ? 4 : 2;  // of both kinds of core: the list, and the count inside a loop
 }
 

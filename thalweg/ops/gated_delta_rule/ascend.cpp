@@ -187,6 +187,7 @@ void plan_state(Plan& plan) {
   }
   if (p.V % BV) plan.refused = "BV " + std::to_string(BV) + ", expected a divisor of V = " + std::to_string(p.V);
   plan.task = "BV channels of one head of one sequence, chunk after chunk";
+  plan.notes = {"128 channels rather than 64 wherever they fit: counted, not timed"};
   check_rows(plan, plan.tile.BT);
   int64_t BT = plan.tile.BT, K = p.K;
   bool has_gate = p.gate != Gate::kNone;

@@ -44,6 +44,7 @@ void prepare(Plan& plan) {
   if (!plan.tile.BT) plan.tile.BT = seed_rows(p.T, p.K);
   plan.tile.K = p.K;
   plan.scalar_loads = 0;
+  plan.notes = {"32 rows up to T = 32, 64 up to 128, else 128, within 8192 elements: this compiler takes more rows"};
   split_chunks(plan, p.HV);
 }
 

@@ -61,8 +61,8 @@ void plan_need(Plan& plan, int64_t splits) {
   } else {
     bool whole = off || plan.boundary;
     int64_t part_of = whole ? 1 : 2, width = whole ? 2 * BT : round_up(BT, 32);  // halves of 16-bit rows are padded to 32 bytes
-    std::vector<Buffer> points = {{"weights of each head", 4 * times * G * H * BT / part_of + 2 * G * padded * width + (whole ? 0 : 8 * times * BM)},
-                                  {"scores, weights of each head", whole ? G * BT * (8 * times * H + 2 * padded) : 0},
+    std::vector<Buffer> points = {{"weights of each head", 4 * times / part_of * BM * BT + 2 * G * padded * width + (whole ? 0 : 8 * times * BM)},
+                                  {"scores, weights of each head", whole ? 8 * times * BM * BT + 2 * G * padded * BT : 0},
                                   {"P, d_S, rows' statistics and scratch", 8 * times / part_of * BM * BT + (32 + 4 * times * part_of) * BM}};
     ub = {*std::max_element(points.begin(), points.end(), [](const Buffer& a, const Buffer& b) { return a.bytes < b.bytes; })};
   }
@@ -131,8 +131,9 @@ void plan_tile(Plan& plan) {
   split_tasks(plan, tiles * splits, p.B);
   plan_need(plan, splits);
   plan_moves(plan, splits);
-  plan.notes = {"the original work's product reads a dense panel of P, written by a kernel of its own, with q and d_o transposed: not reproduced",
-                "how often a list names a key is 16-bit there, since 8 bits overflow; here it is the logarithm of a count in f32"};
+  plan.notes = {"the fewest parts of the channels whose sums are within 64 KiB and that fill the cores: counted, not timed",
+                "a dense panel of P, written by a kernel of its own, and q and d_o transposed: here one kernel does both sums",
+                "how often a list names a key in 16 bits, as 8 overflow: here the logarithm of a count in f32"};
 }
 
 // Where the rule's tile does not fit: the most keys that do, of these the most channels.
@@ -146,7 +147,7 @@ void plan_topk(Plan& plan) {
       smaller.tile = {BT, asked.BM, 0, part};
       plan_tile(smaller);
       if (!smaller.fits()) continue;
-      smaller.notes.push_back("the original work's tile, BT " + std::to_string(plan.tile.BT) + " and V " + std::to_string(plan.tile.V) + ", does not fit: " + plan.overflow());
+      smaller.notes.push_back("BT " + std::to_string(plan.tile.BT) + ", V " + std::to_string(plan.tile.V) + ": does not fit here, " + plan.overflow());
       plan = smaller;
       return;
     }
