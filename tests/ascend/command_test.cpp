@@ -35,6 +35,7 @@ TEST(AscendCommand, ExitCodes) {
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--tile", "BT=192"}), 2);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--tile", "BT=24"}), 2);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--split"}), 1);
+  EXPECT_EQ(tool({"--target", "ascend910b3", good, "--emit", "/nonexistent/k.mlir"}), 1);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--lower", "--ascend-bin", "/nonexistent"}), 4);
   std::string out = ::testing::internal::GetCapturedStdout(), err = ::testing::internal::GetCapturedStderr();
   EXPECT_NE(out.find("need      UB 26112 (13 %), L1 16384 (3 %), L0C 16384 (12 %)"), std::string::npos) << out;

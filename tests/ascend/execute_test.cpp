@@ -164,7 +164,7 @@ TEST(AscendExecution, InteriorAndBoundaryTextsShareASequence) {
 // A gate in the other layout than the text expects: over 2048 tokens, as a short sequence hides a wrong stride.
 TEST(AscendExecution, TheWrongGateLayoutIsSeen) {
   const ChunkSizes sizes{.T = 2048, .H = 2, .HV = 4, .K = 32, .V = 32};
-  for (const char* stage : {"dv_local", "dqkw"}) {
+  for (const char* stage : {"cumsum", "dv_local", "dqkw", "state"}) {
     Plan plan = chunk_plan(stage, sizes, Gate::kHeadsFirst, Mode::kSingle, false), other = plan;
     THALWEG_NEEDS(plan);
     other.problem.gate = Gate::kTokensFirst;
@@ -191,7 +191,8 @@ TEST(AscendExecution, BlockSparseKeysAndValues) {
       {.T = 128, .S = 128, .H = 4, .HK = 2, .K = 128, .block_q = 64, .block_k = 64, .BM = 64, .BT = 64},
       {.T = 96, .S = 96, .block_q = 48, .block_k = 96, .BM = 48, .BT = 48, .split = true},
       {.T = 64, .S = 64, .block_q = 16, .block_k = 16, .BM = 16, .BT = 16},
-      {.T = 256, .S = 256, .block_q = 128, .block_k = 128, .BM = 64, .BT = 32, .dtype = THALWEG_F16, .split = true}};
+      {.T = 256, .S = 256, .block_q = 128, .block_k = 128, .BM = 64, .BT = 32, .dtype = THALWEG_F16, .split = true},
+      {.T = 64, .S = 128, .H = 4, .HK = 2, .sink = true, .V = 32}};
   bool persistent = false;
   for (const BlockSizes& sizes : more) {
     const Plan other = block_plan(sizes, (persistent = !persistent) ? Mode::kPersistent : Mode::kSingle, false);

@@ -1,5 +1,6 @@
 #include "tests/ascend/grid.h"
 
+#include <algorithm>
 #include <atomic>
 #include <fstream>
 #include <set>
@@ -156,25 +157,37 @@ Lowered lowered_of(const Json& json) {
 }
 
 std::vector<Lowered> lower_all(const std::vector<Entry>& entries) {
-  std::vector<Lowered> all(entries.size());
+  struct Question {
+    const Plan* plan;
+    std::string text;
+    Lowered answer;
+  };
+  std::vector<Question> questions;
+  std::map<std::string, size_t> known;  // sizes that no text holds make questions alike
+  std::vector<size_t> question_of;
+  for (const Entry& entry : entries) {
+    const Plan& plan = entry.plan;
+    const std::string text = find_kernel(plan.problem.kernel)->emit(plan);
+    const std::string key = std::to_string(int(plan.buffering)) + plan.target.name + text;
+    const auto [at, is_new] = known.emplace(key, questions.size());
+    if (is_new) questions.push_back({&plan, text, {}});
+    question_of.push_back(at->second);
+  }
   std::atomic<size_t> next{0};
   auto work = [&] {
-    for (size_t i; (i = next++) < entries.size();) {
-      const Kernel* kernel = find_kernel(entries[i].plan.problem.kernel);
-      if (!kernel->emit) {
-        all[i].message = "no text";
-        continue;
-      }
+    for (size_t i; (i = next++) < questions.size();)
       // The compiler may die by chance, as memory happens to lie: then it is asked again.
       for (int tries = 0; tries < 3; ++tries) {
-        all[i] = lower(entries[i].plan, kernel->emit(entries[i].plan));
-        if (all[i].outcome != Outcome::kCrash) break;
+        questions[i].answer = lower(*questions[i].plan, questions[i].text);
+        if (questions[i].answer.outcome != Outcome::kCrash) break;
       }
-    }
   };
-  std::thread other(work);
+  std::vector<std::thread> threads;
+  for (unsigned i = 1; i < std::max(2u, std::thread::hardware_concurrency()); ++i) threads.emplace_back(work);
   work();
-  other.join();
+  for (std::thread& thread : threads) thread.join();
+  std::vector<Lowered> all;
+  for (size_t question : question_of) all.push_back(questions[question].answer);
   return all;
 }
 

@@ -29,7 +29,7 @@ nlohmann::ordered_json record_of(const Entry& entry, const Lowered& lowered);
 void judge(const Entry& entry, const Lowered& lowered, nlohmann::ordered_json* record);  // its "verified", "differences"
 Lowered lowered_of(const nlohmann::ordered_json& record);
 
-// Lowers every entry, two at a time.
+// Lowers every entry, on every core.
 std::vector<Lowered> lower_all(const std::vector<Entry>& entries);
 
 // known.txt: "entry | difference | reason", a line each.

@@ -132,6 +132,9 @@ TEST(AscendPlan, WhatNoKernelCoversIsSaid) {
   EXPECT_NE(message("gated_delta_rule.bwd/dv_local:f32,T8,H1,K8").find("dtype, got f32, expected bf16 or f16"), std::string::npos);
   EXPECT_NE(message("kda_gate.fwd:f64,T8,HV1,K8").find("no kernel covers it"), std::string::npos);
   EXPECT_NE(message("kda_gate.fwd:bf16,T8,HV1,K8,lower_bound=-5").find("lower_bound, got -5, expected 0"), std::string::npos);
+  if (has("block_sparse_attention.bwd/dkdv")) {
+    EXPECT_NE(message("block_sparse_attention.bwd/dkdv:bf16,T64,H1,K16,causal").find("causal, got one, expected none"), std::string::npos);
+  }
   EXPECT_NE(message("gated_delta_rule.fwd/cumsum:bf16,T8,H1,K8").find("g, got none"), std::string::npos);
   EXPECT_NE(message("kda_gate.fwd:bf16,T8,HV1,K8,nonsense").find("'nonsense'"), std::string::npos);
   EXPECT_NE(message(""), "");

@@ -36,6 +36,7 @@ struct Problem {
   int64_t block_q = 0, block_k = 0;        // block_sparse_attention
   int64_t E = 0;                           // sparse_flash_attention: entries of a query's list
   bool has_A_log = false, has_dt_bias = false;  // kda_gate
+  bool has_sink = false;                   // dkdv: of the data alone, as lse holds it
   bool reverse = false;                    // cumsum: suffix sums (the backward's)
   bool split = false;                      // dkdv: P and dS as a high and a low half, each a product of its own
   Gate gate = Gate::kNone;                 // which layout the kernel reads
@@ -49,7 +50,7 @@ struct Problem {
 struct Tile {
   int64_t BT = 0;  // tokens; of dkdv key tokens
   int64_t BM = 0;  // query tokens of dkdv
-  int64_t K = 0;   // channels; of kda_gate and dkdv the only width
+  int64_t K = 0;   // channels; of kda_gate the only width
   int64_t V = 0;
   bool operator==(const Tile&) const = default;
 };

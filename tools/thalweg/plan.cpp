@@ -323,7 +323,7 @@ Action add_plan(CLI::App& app) {
   return [=] {
     try {
       return plan_case(*o);
-    } catch (const std::invalid_argument& e) {
+    } catch (const std::exception& e) {
       std::cerr << "thalweg: " << e.what() << std::endl;
       return int(kBadCaseExit);
     }

@@ -18,8 +18,8 @@ namespace {
 void read(const testing::Case& c, Problem& p) {
   if (p.dtype != THALWEG_BF16 && p.dtype != THALWEG_F16)
     throw std::invalid_argument(p.kernel + ": q: dtype, got " + thalweg_dtype_name(p.dtype) + ", expected bf16 or f16 (no kernel covers it)");
-  if (p.V != p.K) throw std::invalid_argument(p.kernel + ": V, got " + std::to_string(p.V) + ", expected K = " + std::to_string(p.K) + " (no kernel covers it)");
-  for (const char* name : {"causal", "sink", "q_lens", "k_lens"})
+  p.has_sink = c.has("sink");
+  for (const char* name : {"causal", "q_lens", "k_lens"})
     if (c.has(name)) throw std::invalid_argument(p.kernel + ": " + name + ", got one, expected none (no kernel covers it)");
   if (p.is_packed) throw std::invalid_argument(p.kernel + ": cu_seqlens, got some, expected none (no kernel covers it)");
   p.block_q = int64_t(c.number("block_q", 128)), p.block_k = int64_t(c.number("block_k", 128));
@@ -43,7 +43,7 @@ void plan_dkdv(Plan& plan) {
   Tile& tile = plan.tile;
   if (!tile.BM) tile.BM = seed_BM(p.block_q);
   if (!tile.BT) tile.BT = seed_BT(p.block_k);
-  tile.K = tile.V = p.K;
+  tile.K = p.K, tile.V = p.V;
   if (!tile.BM || p.block_q % tile.BM)
     plan.refused = "BM " + std::to_string(tile.BM) + ": none of 64, 48, 32, 16 divides block_q = " + std::to_string(p.block_q);
   else if (p.block_k % tile.BT)
@@ -55,18 +55,18 @@ void plan_dkdv(Plan& plan) {
   std::swap(plan.problem.T, plan.problem.S);  // tasks lie along the keys
   split_chunks(plan, p.H);
   plan.problem = whole;
-  int64_t BM = tile.BM, BT = tile.BT, D = tile.K, R = BM / 2, group = p.H / p.HV;
+  int64_t BM = tile.BM, BT = tile.BT, K = tile.K, V = tile.V, R = BM / 2, group = p.H / p.HV;
   bool persistent = plan.mode == Mode::kPersistent, off = plan.buffering == Buffering::kOff;
   int64_t factor = 2 * BM * BT, halves = p.split ? 2 : 1;
   switch (plan.buffering) {
     case Buffering::kCube:  // the compiler unrolls the loop by four, and has each of the four loads twice
-      plan.need.l1 = {{"k, v", 2 * BT * D, persistent ? 4 : 2}, {"q, d_o", 2 * BM * D, 16}, {"P, d_S", factor, 2 * halves}};
+      plan.need.l1 = {{"k, v", 2 * BT * (K + V), persistent ? 2 : 1}, {"q, d_o", 2 * BM * (K + V), 8}, {"P, d_S", factor, 2 * halves}};
       break;
     case Buffering::kVector:
-      plan.need.l1 = {{"k, v", 2 * BT * D, 2}, {"q, d_o", 2 * BM * D, 8}, {"P or d_S", factor, halves}};
+      plan.need.l1 = {{"k, v", 2 * BT * (K + V)}, {"q, d_o", 2 * BM * (K + V), 4}, {"P or d_S", factor, halves}};
       break;
     case Buffering::kOff:
-      plan.need.l1 = {{"k, v", 2 * BT * D, 2}, {"q, d_o", 2 * BM * D, 2}, {"P or d_S", factor, halves}};
+      plan.need.l1 = {{"k, v", 2 * BT * (K + V)}, {"q, d_o", 2 * BM * (K + V)}, {"P or d_S", factor, halves}};
   }
   int64_t copies = plan.buffering == Buffering::kVector ? 2 : 1;
   plan.need.ub = {{"P", 4 * R * BT, copies}, {"d_S", 4 * R * BT, copies}, {"rows' statistics and scratch", (32 + 4 * copies) * R}};
@@ -74,7 +74,7 @@ void plan_dkdv(Plan& plan) {
     int64_t bytes = copies == 1 ? (off || plan.boundary ? 14 : 10) : !plan.boundary ? 20 : persistent ? 28 : 24;
     if (bytes * R * BT > Need::sum(plan.need.ub)) plan.need.ub = {{"P, d_S and their halves", bytes * R * BT}};
   }
-  plan.need.l0c = {{"d_k, d_v", 4 * BT * D, 2}, {"scores", 4 * BM * BT}};
+  plan.need.l0c = {{"d_k, d_v", 4 * BT * (K + V)}, {"scores", 4 * BM * BT}};
   plan.need_is_predicted = !plan.target.a5;
 
   // With double buffering the two vector cores are not told apart: each does all rows, in two steps, and one stores.
@@ -87,11 +87,12 @@ void plan_dkdv(Plan& plan) {
   for (const char* product : {"scores", "d_P"}) add(product, false, false, steps, 4 * R * BT * steps, true);
   for (const char* row : {"lse", "delta"}) add(row, false, false, steps, 4 * R * steps, true);
   for (const char* of : {"P", "d_S"}) add(of, false, true, steps * halves, 2 * R * BT * steps * halves, true);
-  for (const char* keys : {"k", "v"}) add(keys, true, false, p.HV == 1 ? 1 : BT, 2 * BT * D, false);
-  for (const char* queries : {"q", "d_o"}) add(queries, true, false, p.H == 1 ? 1 : BM, 2 * BM * D, true);
+  const std::pair<const char*, int64_t> keys[] = {{"k", K}, {"v", V}}, queries[] = {{"q", K}, {"d_o", V}}, sums[] = {{"d_k", K}, {"d_v", V}};
+  for (const auto& [of, width] : keys) add(of, true, false, p.HV == 1 ? 1 : BT, 2 * BT * width, false);
+  for (const auto& [of, width] : queries) add(of, true, false, p.H == 1 ? 1 : BM, 2 * BM * width, true);
   for (const char* of : {"P", "d_S"}) add(of, true, false, halves, 2 * BM * BT * halves, true);
   for (const char* product : {"scores", "d_P"}) add(product, true, true, 1, 4 * BM * BT, true);
-  for (const char* sum : {"d_k", "d_v"}) add(sum, true, true, p.HV == 1 ? 1 : BT, 2 * BT * D, false);
+  for (const auto& [of, width] : sums) add(of, true, true, p.HV == 1 ? 1 : BT, 2 * BT * width, false);
   plan.workspace = (8 + 4 * halves) * BM * BT * (off ? 1 : 4);
   plan.notes = {"BM the first of 64, 48, 32, 16 that divides block_q, BT by block_k: this compiler takes other tiles too",
                 "224 KB of UB for a tile of 64/64/64: here the sums stay in L0C, and UB needs 17,536 bytes"};

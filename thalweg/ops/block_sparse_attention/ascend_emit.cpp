@@ -2,7 +2,7 @@
 // key/value head: it walks the tiles of BM queries (BM divides block_q) whose block the mask keeps, with both sums on
 // the cube. Tensors, in device memory and without gaps:
 //
-//   q d_o [B T H K]    k v d_k d_v [B S HK K]    lse delta [B H T] f32, delta = <d_o, o>; lse finite where a query sees
+//   q [B T H K]    k d_k [B S HK K]    v d_v [B S HK V]    d_o [B T H V]    lse delta [B H T] f32, delta = <d_o, o>; lse finite where a query sees
 //   a key counts [B H NK] i32, lists [B H NK NT] i32: of each block of keys, how many tiles of queries see it, and
 //   which; NK = ceil(S / block_k), NT = ceil(T / BM)
 //
@@ -37,7 +37,7 @@ std::vector<Value> halves(Writer& w, const std::string& hint, const Value& x, El
 // dS_ij = scale P_ij (d_o_i . v_j - delta_i). Tensors: q, k, v, d_o, lse, delta, counts, lists, d_k, d_v.
 std::string emit_dkdv(const Plan& plan) {
   const Problem& p = plan.problem;
-  const int64_t BM = plan.tile.BM, BT = plan.tile.BT, K = p.K, H = p.H, HK = p.HV, group = H / HK;
+  const int64_t BM = plan.tile.BM, BT = plan.tile.BT, K = p.K, V = p.V, H = p.H, HK = p.HV, group = H / HK;
   const int64_t parts = p.block_k / BT;  // sub-blocks of a block of keys
   const Element type = element_of(p.dtype);
   Writer w("dkdv");
@@ -47,7 +47,7 @@ std::string emit_dkdv(const Plan& plan) {
       "  P[i,j] = exp(scale q_i . k_j - lse_i);   dS = scale P (d_o v^T - delta);   d_v = P^T d_o;   d_k = dS^T q.");
   w.describe("Tiles of " + std::to_string(BM) + " queries and " + std::to_string(BT) + " keys, blocks of " +
              std::to_string(p.block_q) + " and " + std::to_string(p.block_k) + "; H " + std::to_string(H) + ", HK " +
-             std::to_string(HK) + ", K " + std::to_string(K));
+             std::to_string(HK) + ", K " + std::to_string(K) + (V == K ? "" : ", V " + std::to_string(V)));
   w.describe(std::string(plan.boundary ? "tiles may be cut short" : "full tiles, no mask code") +
              (p.split ? "; P and dS as high and low halves" : ""));
   const Value q = w.memref_argument("q", type), k = w.memref_argument("k", type), v = w.memref_argument("v", type);
@@ -77,19 +77,20 @@ std::string emit_dkdv(const Plan& plan) {
       rows = w.rows(w.min("n", left, w.index(BM)), BM);
     }
     const Value row = w.add("row", w.mul("row", b, T), token);
-    const Value at = w.mul("q_at", w.add("q_at", w.mul("q_at", row, w.index(H)), h), w.index(K));
+    const Value place = w.add("q_at", w.mul("q_at", row, w.index(H)), h), at = w.mul("q_at", place, w.index(K));
+    const Value d_o_at = V == K ? at : w.mul("d_o_at", place, w.index(V));
     const Value head = w.add("head", w.mul("head", b, w.index(H)), h);
     const Value stat = w.add("stat_at", w.mul("stat_at", head, T), token);
-    const Shape strides = {H * K, 1}, shape = {BM, BT};
+    const Shape shape = {BM, BT};
     w.comment("P [i j]");
-    const Value q_tile = w.load("q", w.tile(q, at, {BM, K}, strides), rows), kT = w.transpose("kT", k_tile);
+    const Value q_tile = w.load("q", w.tile(q, at, {BM, K}, {H * K, 1}), rows), kT = w.transpose("kT", k_tile);
     const Value lse_row = w.load("lse", w.tile(lse, stat, {BM}, {1}), rows);
     const Value zeros = w.splat("zeros", 0, shape);
     Value P = w.scaled("P", w.matmul("P", q_tile, kT, zeros), scale);
     P = w.combine("P", "arith.subf", P, w.broadcast("lse_i", lse_row, shape, 1));
     P = w.apply("P", "math.exp", P);
     w.comment("dS [i j]");
-    const Value d_o_tile = w.load("d_o", w.tile(d_o, at, {BM, K}, strides), rows), vT = w.transpose("vT", v_tile);
+    const Value d_o_tile = w.load("d_o", w.tile(d_o, d_o_at, {BM, V}, {H * V, 1}), rows), vT = w.transpose("vT", v_tile);
     const Value delta_row = w.load("delta", w.tile(delta, stat, {BM}, {1}), rows);
     Value dS = w.matmul("dP", d_o_tile, vT, zeros);
     dS = w.combine("dS", "arith.subf", dS, w.broadcast("delta_i", delta_row, shape, 1));
@@ -112,11 +113,12 @@ std::string emit_dkdv(const Plan& plan) {
       rows = w.rows(w.min("keys", left, w.index(BT)), BT);
     }
     const Value row = w.add("key_row", w.mul("key_row", b, S), key);
-    const Value at = w.mul("k_at", w.add("k_at", w.mul("k_at", row, w.index(HK)), hk), w.index(K));
-    const Shape shape = {BT, K}, strides = {HK * K, 1};
-    const Value k_tile = w.load("k", w.tile(k, at, shape, strides), rows);
-    const Value v_tile = w.load("v", w.tile(v, at, shape, strides), rows);
-    const Value zeros_k = w.splat("zeros", 0, shape), zeros_v = w.splat("zeros", 0, shape);
+    const Value place = w.add("k_at", w.mul("k_at", row, w.index(HK)), hk), at = w.mul("k_at", place, w.index(K));
+    const Value v_at = V == K ? at : w.mul("v_at", place, w.index(V));
+    const Shape k_shape = {BT, K}, v_shape = {BT, V}, k_strides = {HK * K, 1}, v_strides = {HK * V, 1};
+    const Value k_tile = w.load("k", w.tile(k, at, k_shape, k_strides), rows);
+    const Value v_tile = w.load("v", w.tile(v, v_at, v_shape, v_strides), rows);
+    const Value zeros_k = w.splat("zeros", 0, k_shape), zeros_v = w.splat("zeros", 0, v_shape);
     // Over the listed tiles of one query head.
     const auto over_list = [&](const Value& h, const std::vector<Value>& start) {
       const Value head = w.add("head", w.mul("head", b, w.index(H)), h);
@@ -139,9 +141,9 @@ std::string emit_dkdv(const Plan& plan) {
       });
     }
     const Value dk = w.convert("d_k", sums[0], type);
-    w.store(dk, w.tile(d_k, at, shape, strides), rows);
+    w.store(dk, w.tile(d_k, at, k_shape, k_strides), rows);
     const Value dv = w.convert("d_v", sums[1], type);
-    w.store(dv, w.tile(d_v, at, shape, strides), rows);
+    w.store(dv, w.tile(d_v, v_at, v_shape, v_strides), rows);
   };
 
   w.each_task(plan.mode == Mode::kPersistent, first, count, [&] { return w.mul("heads", B, w.index(HK)); }, "sub_block", "bh", task);

@@ -15,7 +15,7 @@ Scene dkdv_scene(const Plan& plan) {
   using Vector = std::vector<double>;
   const Problem& p = plan.problem;
   const Element type = element_of(p.dtype);
-  const int64_t B = p.B, T = p.T, S = p.S, H = p.H, HK = p.HV, K = p.K;
+  const int64_t B = p.B, T = p.T, S = p.S, H = p.H, HK = p.HV, K = p.K, V = p.V;
   const int64_t NQ = (T + p.block_q - 1) / p.block_q, NK = (S + p.block_k - 1) / p.block_k;
   const int64_t BM = plan.tile.BM, NT = (T + BM - 1) / BM;
   testing::Random random(29);
@@ -24,8 +24,8 @@ Scene dkdv_scene(const Plan& plan) {
     for (double& value : x) value = rounded(random.normal(), type);
     return x;
   };
-  const Vector q = normals(B * T * H * K), k = normals(B * S * HK * K), v = normals(B * S * HK * K);
-  const Vector d_o = normals(B * T * H * K);
+  const Vector q = normals(B * T * H * K), k = normals(B * S * HK * K), v = normals(B * S * HK * V);
+  const Vector d_o = normals(B * T * H * V), sink = normals(H);
   // Half of the blocks, the first of each query so that each sees something, and no query the last block of keys
   // where there are more.
   std::vector<uint8_t> mask(size_t(B * H * NQ * NK));
@@ -33,17 +33,18 @@ Scene dkdv_scene(const Plan& plan) {
     for (int64_t j = 0; j < NK; ++j)
       mask[size_t(i * NK + j)] = j == i % std::max<int64_t>(1, NK - 1) || (j + 1 < NK && random.uniform() < 0.5);
 
-  Vector o(size_t(B * T * H * K)), lse(size_t(B * T * H)), d_k(k.size()), d_v(v.size());
+  Vector o(d_o.size()), lse(size_t(B * T * H)), d_k(k.size()), d_v(v.size());
   thalweg_block_sparse_attention_fwd_args fwd{};
-  fwd.q = view(q.data(), {B, T, H, K}), fwd.k = view(k.data(), {B, S, HK, K}), fwd.v = view(v.data(), {B, S, HK, K});
+  fwd.q = view(q.data(), {B, T, H, K}), fwd.k = view(k.data(), {B, S, HK, K}), fwd.v = view(v.data(), {B, S, HK, V});
   fwd.block_mask = view(mask.data(), {B, H, NQ, NK});
-  fwd.o = view(o.data(), {B, T, H, K}), fwd.lse = view(lse.data(), {B, T, H});
+  if (p.has_sink) fwd.sink = view(sink.data(), {H});
+  fwd.o = view(o.data(), {B, T, H, V}), fwd.lse = view(lse.data(), {B, T, H});
   fwd.block_q = p.block_q, fwd.block_k = p.block_k;
   block_sparse_attention::reference_fwd(&fwd);
   thalweg_block_sparse_attention_bwd_args bwd{};
-  bwd.q = fwd.q, bwd.k = fwd.k, bwd.v = fwd.v, bwd.block_mask = fwd.block_mask, bwd.o = fwd.o, bwd.lse = fwd.lse;
-  bwd.d_o = view(d_o.data(), {B, T, H, K});
-  bwd.d_k = view(d_k.data(), {B, S, HK, K}), bwd.d_v = view(d_v.data(), {B, S, HK, K});
+  bwd.q = fwd.q, bwd.k = fwd.k, bwd.v = fwd.v, bwd.block_mask = fwd.block_mask, bwd.o = fwd.o, bwd.lse = fwd.lse, bwd.sink = fwd.sink;
+  bwd.d_o = view(d_o.data(), {B, T, H, V});
+  bwd.d_k = view(d_k.data(), {B, S, HK, K}), bwd.d_v = view(d_v.data(), {B, S, HK, V});
   bwd.block_q = p.block_q, bwd.block_k = p.block_k;
   block_sparse_attention::reference_bwd(&bwd);
 
@@ -54,7 +55,7 @@ Scene dkdv_scene(const Plan& plan) {
       for (int64_t t = 0; t < T; ++t) {
         const int64_t from = (b * T + t) * H + h, to = (b * H + h) * T + t;
         stats[size_t(to)] = lse[size_t(from)];
-        for (int64_t i = 0; i < K; ++i) delta[size_t(to)] += d_o[size_t(from * K + i)] * o[size_t(from * K + i)];
+        for (int64_t i = 0; i < V; ++i) delta[size_t(to)] += d_o[size_t(from * V + i)] * o[size_t(from * V + i)];
       }
       for (int64_t j = 0; j < NK; ++j) {
         const int64_t column = (b * H + h) * NK + j;

@@ -48,6 +48,9 @@ void prepare(Plan& plan) {
   split_chunks(plan, p.HV);
 }
 
+// Rows of 16-bit numbers are padded to 32 bytes on the chip.
+bool is_padded(const Problem& p) { return p.HV > 1 && p.K % 16; }
+
 void plan_fwd(Plan& plan) {
   prepare(plan);
   const Problem& p = plan.problem;
@@ -59,7 +62,7 @@ void plan_fwd(Plan& plan) {
   } else if (plan.mode == Mode::kSingle) {
     plan.need.ub = {{"x", 4 * n}, {"limit, then mask", 4 * n}, {"logarithm", 4 * n}, {"result", 4 * n}, {"select's scratch", 32}};
   } else {
-    plan.need.ub = {{"x", 4 * n}, {"limit", 4 * n}, {"mask", D % 8 ? BT * round_up(round_up(D, 8) / 8, 32) : round_up(n / 8, 32)}, {"logarithm", 4 * n}, {"result", 4 * n, 2}, {"select's scratch", 32}};
+    plan.need.ub = {{"x", 4 * n, x == 4 ? 2 : 1}, {"limit", 4 * n}, {"mask", D % 8 ? BT * round_up(round_up(D, 8) / 8, 32) : round_up(n / 8, 32)}, {"logarithm", 4 * n}, {"result", 4 * n, y == 2 && is_padded(p) ? 1 : 2}, {"select's scratch", 32}};
     plan.scalar_loads = p.has_A_log ? 3 : 0;
   }
   plan.moves = {rows_move("x", false, false, BT, D, x, p.HV)};
@@ -82,11 +85,21 @@ void plan_bwd(Plan& plan) {
     else
       ub = {{"y, then sigmoid", 4 * n}, {"d_g", 4 * n}, {"d_g as stored", 2 * n}};
   } else {
-    int64_t x_bytes = BT * round_up(x * D, p.has_A_log ? 2 : 32), dg_bytes = BT * round_up(dg * D, 32);
+    bool wide = x == 4, narrow = x == 2 && dg == 2, bias = p.has_dt_bias, padded = is_padded(p);
+    bool one = p.HV == 1;  // the tile is one run
+    int64_t x_bytes = one ? round_up(BT * x * D, 32) : BT * round_up(x * D, 32);
+    int64_t dg_bytes = one ? round_up(BT * dg * D, 32) : BT * round_up(dg * D, 32), tile = 4 * n;
     if (p.has_A_log)
-      ub = {{"x as stored", x_bytes, 2}, {"y, softplus, sigmoid, d_g, mask, result", 4 * n, 6}};
+      ub = {{"y, softplus, sigmoid, d_g, mask, result", tile, 6 + (wide && (dg == 4 || (bias && !one) || plan.boundary)) + (x == 2 && dg == 4 && one) - (narrow && padded)},
+            {"x as stored", 4 * BT * D}};
+    else if (narrow && padded)
+      ub = {{"x as stored", x_bytes, 2}, {"y", tile}, {"d_g", tile}};
+    else if (dg == 2)
+      ub = {{"x as stored", x_bytes, 2}, {"d_g as stored", dg_bytes, 2}, {"y, d_g", tile, wide && (plan.boundary ? !one || !bias : bias && D % 8) ? 1 : 2}};
+    else if (x == 2 && bias)
+      ub = {{"x as stored", padded && !plan.boundary ? 2 * n : x_bytes, 2}, {"d_g as stored", dg_bytes, 2}, {"y, or bias", padded ? 0 : plan.boundary || one ? 8 * D : tile}};
     else
-      ub = {{"x as stored", x_bytes, 2}, {"d_g as stored", dg_bytes, 2}, {"y", dg == 2 || (p.has_dt_bias && x == 2) ? 4 * n : 0}, {"d_g", dg == 2 ? 4 * n : 0}};
+      ub = {{"x as stored", x_bytes, 2}, {"d_g as stored", dg_bytes, 2}};
     plan.scalar_loads = p.has_A_log ? 5 : 0;
   }
   plan.need_is_predicted = !plan.target.a5;
