@@ -35,6 +35,7 @@ TEST(AscendCommand, ExitCodes) {
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--tile", "BT=192"}), 2);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--tile", "BT=24"}), 2);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--split"}), 1);
+  EXPECT_EQ(tool({"--target", "ascend910b3", "gated_delta_rule.bwd/dv_local:bf16,T70,H1,K64,g", "--interior", "--execute"}), 1);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--emit", "/nonexistent/k.mlir"}), 1);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--lower", "--ascend-bin", "/nonexistent"}), 4);
   std::string out = ::testing::internal::GetCapturedStdout(), err = ::testing::internal::GetCapturedStderr();

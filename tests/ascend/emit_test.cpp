@@ -68,6 +68,7 @@ std::vector<Named> all_plans() {
         for (const int64_t part : {32, 64})
           add("topk_dkdv H " + std::to_string(H) + " part " + std::to_string(part),
               topk_plan({.T = 64, .S = 64, .H = H, .part = part}, mode, boundary));
+      add("dkdv causal", block_plan({.T = 64, .S = 64, .causal = true}, mode, boundary));
       add("dkdv V 32", block_plan({.T = 64, .S = 64, .V = 32}, mode, boundary));
       for (const int64_t BM : {16, 128})
         for (const int64_t BT : {16, 64})

@@ -192,7 +192,10 @@ TEST(AscendExecution, BlockSparseKeysAndValues) {
       {.T = 96, .S = 96, .block_q = 48, .block_k = 96, .BM = 48, .BT = 48, .split = true},
       {.T = 64, .S = 64, .block_q = 16, .block_k = 16, .BM = 16, .BT = 16},
       {.T = 256, .S = 256, .block_q = 128, .block_k = 128, .BM = 64, .BT = 32, .dtype = THALWEG_F16, .split = true},
-      {.T = 64, .S = 128, .H = 4, .HK = 2, .sink = true, .V = 32}};
+      {.T = 64, .S = 128, .H = 4, .HK = 2, .sink = true, .V = 32},
+      {.T = 192, .S = 256, .block_q = 32, .causal = true}};
+  const Plan causal = block_plan({.B = 2, .T = 250, .S = 200, .BT = 16, .sink = true, .causal = true}, Mode::kSingle, true);
+  Compiled(causal).expect_right(causal, "causal, T 250, S 200");
   bool persistent = false;
   for (const BlockSizes& sizes : more) {
     const Plan other = block_plan(sizes, (persistent = !persistent) ? Mode::kPersistent : Mode::kSingle, false);
@@ -208,6 +211,27 @@ TEST(AscendExecution, TopkKeysAndValues) {
   Compiled(plan).expect_right(plan, "H 4, two parts, T 50, S 150");
   const Plan other = topk_plan({.T = 2048, .S = 512, .H = 1, .K = 32, .BM = 16, .part = 32}, Mode::kPersistent, false);
   Compiled(other).expect_right(other, "H 1, T 2048, S 512");
+}
+
+// ---- By the planner: the texts that `plan --execute` runs ----
+
+TEST(AscendExecution, PlannedTextsOfCutCases) {
+  for (const char* text : {"kda_gate.fwd:f16,T77,HV2,K40,A_log", "kda_gate.bwd:f32,T77,HV2,K40,A_log,dt_bias",
+                           "gated_delta_rule.fwd/cumsum:bf16,T200,H2,HV4,K64,g", "gated_delta_rule.fwd/state:bf16,T70,H1,HV2,K64,g",
+                           "gated_delta_rule.bwd/dv_local:f16,H2,HV4,K64,V32,g,varlen=1+70+64", "gated_delta_rule.bwd/dqkw:bf16,B2,T70,H1,HV2,K64",
+                           "block_sparse_attention.bwd/dkdv:bf16,T200,S256,H4,HK2,K64,V32,block_q=64,block_k=64",
+                           "block_sparse_attention.bwd/dkdv:bf16,B2,T64,S150,H2,HK2,K64,block_q=32,block_k=48,causal,sink",
+                           "sparse_flash_attention.bwd/dkdv:bf16,T50,S200,H4,K64,V64,E16,v"}) {
+    if (!find_kernel(std::string(text).substr(0, std::string(text).find(':')))) continue;
+    Options options;
+    for (const Mode mode : {Mode::kSingle, Mode::kPersistent}) {
+      options.mode = mode;
+      const Plan plan = make_plan(parse_problem(text), *find_target("Ascend910B3"), options);
+      THALWEG_NEEDS(plan);
+      EXPECT_TRUE(plan.boundary) << text;
+      Compiled(plan).expect_right(plan, text);
+    }
+  }
 }
 
 // ---- That a fault is seen ----

@@ -57,14 +57,14 @@ inline Plan gate_plan(const std::string& pass, const GateSizes& s, Mode mode, bo
 struct BlockSizes {
   int64_t B = 1, T = 0, S = 0, H = 2, HK = 2, K = 64, block_q = 64, block_k = 64, BM = 32, BT = 32;
   thalweg_dtype dtype = THALWEG_BF16;
-  bool split = false, sink = false;
+  bool split = false, sink = false, causal = false;
   int64_t V = 0;  // 0: as K
 };
 inline Plan block_plan(const BlockSizes& s, Mode mode, bool boundary) {
   Plan plan = plan_of("block_sparse_attention.bwd/dkdv");
   Problem& p = plan.problem;
   p.B = s.B, p.T = s.T, p.S = s.S, p.H = s.H, p.HV = s.HK, p.K = s.K, p.V = s.V ? s.V : s.K;
-  p.block_q = s.block_q, p.block_k = s.block_k, p.dtype = s.dtype, p.split = s.split, p.has_sink = s.sink;
+  p.block_q = s.block_q, p.block_k = s.block_k, p.dtype = s.dtype, p.split = s.split, p.has_sink = s.sink, p.causal = s.causal;
   plan.tile = {s.BT, s.BM, p.K, p.V};
   plan.mode = mode, plan.boundary = boundary;
   return plan;

@@ -100,7 +100,7 @@ std::string Plan::overflow() const {
 std::string Plan::verdict() const {
   if (!refused.empty()) return "refused: " + refused;
   if (std::string text = overflow(); !text.empty()) return "overflow: " + text;
-  return need_is_predicted ? "fits" : "not predicted for this target";
+  return need_is_predicted ? "fits" : "not predicted";
 }
 
 Traffic traffic(const std::vector<Move>& moves, bool cube, bool out) {

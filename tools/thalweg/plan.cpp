@@ -104,7 +104,7 @@ void print_plan(const Plan& plan) {
     add("UB", plan.need.ub, t.ub), add("L1", plan.need.l1, t.l1), add("L0C", plan.need.l0c, t.l0c);
     fmt::print("need      {}\n{}", need, tiles);
   } else {
-    fmt::print("need      not predicted for this target; the compiler's word is the only one (--lower)\n");
+    fmt::print("need      not predicted; the compiler's word is the only one (--lower)\n");
   }
   fmt::print("traffic   AIV: {}.", direction_text(plan.moves, false));
   if (plan.mixed) fmt::print("  AIC: {}", direction_text(plan.moves, true));
@@ -247,6 +247,10 @@ int plan_case(const PlanOptions& o) {
   Problem problem = parse_problem(o.text);
   const Kernel* kernel = find_kernel(problem.kernel);
   Plan plan = make_plan(problem, *target, options);
+  if (o.execute && o.interior) {
+    options.interior = false;
+    if (make_plan(problem, *target, options).boundary) bad("--interior with --execute", problem.text, "lengths that the tiles divide");
+  }
 
   std::string text;
   if (o.lower || o.execute || !o.emit.empty()) {

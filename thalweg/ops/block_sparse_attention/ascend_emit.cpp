@@ -12,7 +12,8 @@
 //   persistent  program px of nx does tasks px, px + nx, … of count B HK: sub-block first + i / (B HK), py = i % (B HK)
 //
 // Text without mask code takes T and S that the tiles divide. With it rows that are not there are 0: such a query adds
-// nothing to a sum, such a key's sums are not stored. No score is masked: what the mask drops is in no list.
+// nothing to a sum, such a key's sums are not stored. What the mask drops is in no list, so that no score is masked, but in
+// causal text: there query t sees key j <= t + S - T, and tiles of queries that see none of a block's keys are in no list.
 #include <string>
 #include <vector>
 
@@ -49,7 +50,7 @@ std::string emit_dkdv(const Plan& plan) {
              std::to_string(p.block_q) + " and " + std::to_string(p.block_k) + "; H " + std::to_string(H) + ", HK " +
              std::to_string(HK) + ", K " + std::to_string(K) + (V == K ? "" : ", V " + std::to_string(V)));
   w.describe(std::string(plan.boundary ? "tiles may be cut short" : "full tiles, no mask code") +
-             (p.split ? "; P and dS as high and low halves" : ""));
+             (p.split ? "; P and dS as high and low halves" : "") + (p.causal ? "; causal" : ""));
   const Value q = w.memref_argument("q", type), k = w.memref_argument("k", type), v = w.memref_argument("v", type);
   const Value d_o = w.memref_argument("d_o", type), lse = w.memref_argument("lse", kF32);
   const Value delta = w.memref_argument("delta", kF32), counts = w.memref_argument("counts", kI32);
@@ -68,7 +69,7 @@ std::string emit_dkdv(const Plan& plan) {
   const Value NK = blocks("NK", S, p.block_k), NT = blocks("NT", T, BM);
 
   // What one tile of queries of head `h` adds to the two sums.
-  const auto add_tile = [&](const Value& number, const Value& b, const Value& h, const Value& k_tile,
+  const auto add_tile = [&](const Value& number, const Value& b, const Value& h, const Value& key, const Value& k_tile,
                             const Value& v_tile, std::vector<Value> sums) {
     const Value token = w.mul("token", number, w.index(BM));
     Rows rows;
@@ -89,6 +90,14 @@ std::string emit_dkdv(const Plan& plan) {
     Value P = w.scaled("P", w.matmul("P", q_tile, kT, zeros), scale);
     P = w.combine("P", "arith.subf", P, w.broadcast("lse_i", lse_row, shape, 1));
     P = w.apply("P", "math.exp", P);
+    if (p.causal) {
+      w.comment("key + j <= token + i + S - T");
+      const Value seen = w.add("seen", token, w.sub("ahead", S, T)), shift = w.to_i32(w.sub("shift", seen, key));
+      const Value last = w.combine("last", "arith.addi", w.counting("i", BM), w.fill("shifts", shift, {BM}));
+      const Value keep = w.compare("keep", "arith.cmpi sle", w.broadcast("column", w.counting("j", BT), shape, 0),
+                                   w.broadcast("row", last, shape, 1));
+      P = w.choose("P", keep, P, zeros);
+    }
     w.comment("dS [i j]");
     const Value d_o_tile = w.load("d_o", w.tile(d_o, d_o_at, {BM, V}, {H * V, 1}), rows), vT = w.transpose("vT", v_tile);
     const Value delta_row = w.load("delta", w.tile(delta, stat, {BM}, {1}), rows);
@@ -127,7 +136,7 @@ std::string emit_dkdv(const Plan& plan) {
       const Value zero = w.index(0), one = w.index(1);
       return w.loop("i", zero, tiles, one, start, [&](const Value& i, const std::vector<Value>& sums) {
         const Value entry = w.add("entry", list, i);
-        return add_tile(w.to_index(w.load_scalar("tile", lists, entry)), b, h, k_tile, v_tile, sums);
+        return add_tile(w.to_index(w.load_scalar("tile", lists, entry)), b, h, key, k_tile, v_tile, sums);
       });
     };
     std::vector<Value> sums = {zeros_k, zeros_v};

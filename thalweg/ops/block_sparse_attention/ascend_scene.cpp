@@ -39,13 +39,13 @@ Scene dkdv_scene(const Plan& plan) {
   fwd.block_mask = view(mask.data(), {B, H, NQ, NK});
   if (p.has_sink) fwd.sink = view(sink.data(), {H});
   fwd.o = view(o.data(), {B, T, H, V}), fwd.lse = view(lse.data(), {B, T, H});
-  fwd.block_q = p.block_q, fwd.block_k = p.block_k;
+  fwd.block_q = p.block_q, fwd.block_k = p.block_k, fwd.causal = p.causal;
   block_sparse_attention::reference_fwd(&fwd);
   thalweg_block_sparse_attention_bwd_args bwd{};
   bwd.q = fwd.q, bwd.k = fwd.k, bwd.v = fwd.v, bwd.block_mask = fwd.block_mask, bwd.o = fwd.o, bwd.lse = fwd.lse, bwd.sink = fwd.sink;
   bwd.d_o = view(d_o.data(), {B, T, H, V});
   bwd.d_k = view(d_k.data(), {B, S, HK, K}), bwd.d_v = view(d_v.data(), {B, S, HK, V});
-  bwd.block_q = p.block_q, bwd.block_k = p.block_k;
+  bwd.block_q = p.block_q, bwd.block_k = p.block_k, bwd.causal = p.causal;
   block_sparse_attention::reference_bwd(&bwd);
 
   // Per head: statistics in a row, and the lists of tiles.
@@ -59,7 +59,7 @@ Scene dkdv_scene(const Plan& plan) {
       }
       for (int64_t j = 0; j < NK; ++j) {
         const int64_t column = (b * H + h) * NK + j;
-        for (int64_t i = 0; i < NT; ++i)
+        for (int64_t i = p.causal ? std::max<int64_t>(0, (j * p.block_k - S + T) / BM) : 0; i < NT; ++i)
           if (mask[size_t(((b * H + h) * NQ + i / (p.block_q / BM)) * NK + j)])
             lists[size_t(column * NT + int64_t(counts[size_t(column)]++))] = double(i);
       }
