@@ -53,6 +53,7 @@ bool plan_sm90_chunk_fwd(const Problem& p, const Device& device, Plan* plan, std
   const int64_t spare = fits && values[sm90::kPieces] == 0 ? std::max<int64_t>(0, device.num_sms - chains) : 0;
   const int64_t prep = spare >= sm90::kFewestPrepBlocks ? spare : 0;
   if (!decide(&values[sm90::kPrepBlocks], "prep", prep, 0, spare, why)) return false;
+  values[sm90::kNumSms] = device.num_sms;
   plan->shared_bytes = values[sm90::kPieces]       ? sm90::sums_end(p, values[sm90::kPieces])
                        : values[sm90::kPrepBlocks] ? sm90::flags_at(p) + sm90::flags_bytes(p)
                                                    : sm90::flags_at(p);

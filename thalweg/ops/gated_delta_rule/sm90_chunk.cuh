@@ -11,17 +11,17 @@
 
 namespace thalweg::gated_delta_rule::sm90 {
 
-// Factors of one chunk and value head, in the workspace: A [64 64] as a swizzled block (smem.cuh), then these rows.
-// G is the running sum of gates in units of log 2; rk, rq are 1 / |k|, 1 / |q| with use_qk_l2norm, else 1.
+// Factors of one chunk and value head, in the workspace: A [64 64] and P [64 64] as swizzled blocks (smem.cuh), and
+// rows of float between them. G is the running sum of gates in units of log 2; rk, rq are 1 / |k|, 1 / |q| with
+// use_qk_l2norm, else 1.
 enum GateRow {
-  kG,       // G_i
   kReadK,   // 2^G_i rk_i:            S^T k of the state before the chunk
   kWriteK,  // 2^(G_last - G_j) rk_j: V'_j k_j into the state after the chunk
-  kNormQ,   // rq_i scale
-  kNormK,   // rk_j
-  kReadQ,   // 2^G_i rq_i scale:      S^T q of the state before the chunk
+  kDecay,   // 2^G_last, once
+  kReadQ,   // 2^G_i rq_i scale:      S^T q of the state before the chunk; a row of its own
 };
-static_assert(kReadQ + 1 == kGateRows);
+
+constexpr int kGroup = 128;  // threads of a warpgroup
 
 struct Maps {
   CUtensorMap q, k, v;
@@ -29,18 +29,20 @@ struct Maps {
 
 struct ChunkArgs {
   thalweg_tensor q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, chunk_states;
-  const cuda::Span* spans;   // null: not packed
-  char* factors;             // [slots HV kFactorBytes]
-  int* tickets;              // blocks that have started, then flags [slots HV]: factors are there; null: all are
-  int prep_blocks;           // the first blocks to start make factors
+  const cuda::Span* spans;  // null: not packed
+  char* factors;            // [slots HV kFactorBytes]
+  int* tickets;             // blocks that have started, then flags [slots HV]: factors are there; null: all are
+  int prep_blocks;          // the first blocks to start make factors
+  int num_sms;
   int pieces, piece_chunks;  // of a sequence, at most; chunks of a piece
   float *starts, *sums;      // [N HV pieces V K]: states before a piece; [N HV pieces-1]: N [V K], M [K K] of a piece
   int64_t N, B, T, H, HV, K, V;
   int64_t every;  // tokens between chunk_states, a multiple of 64
   float scale;
   bool l2norm, gate, sigmoid, neg_eigval;
-  bool tma;      // q, k, v can be read through maps
-  bool aligned;  // rows of q, k, v, o start at multiples of 16 bytes
+  bool tma;         // q, k, v can be read through maps
+  bool aligned;     // rows of q, k, v, o start at multiples of 16 bytes
+  bool wide_gates;  // g and beta are float32 with value heads side by side, four of them at a multiple of 16 bytes
 };
 
 // Sequence n, as rows of the flattened [B T] axis.
@@ -71,36 +73,10 @@ __device__ inline void copy_piece(uint32_t to, const E* from, bool valid, bool a
   st_shared_128(to, x[0], x[1], x[2], x[3]);
 }
 
-// Rows [0, valid) of [64 columns], stride in elements, into swizzled blocks at `dst`; rows from `valid` on are zero.
-// Aligned: the copies are in flight afterwards. Otherwise they are done, element by element.
-template <class E, int columns, int threads>
-__device__ inline void load_tile(uint32_t dst, const E* src, int64_t stride, int valid, bool aligned, int thread) {
-  using namespace cuda::sm90;
-  constexpr int kPieces = columns / 8, kRows = threads / kPieces;  // rows a round; a multiple of 8 keeps the swizzle
-  static_assert(kRows % 8 == 0);
-  const int first = thread / kPieces, piece = thread % kPieces;
-  uint32_t to = dst + piece / 8 * kBlockBytes + swizzled(first, piece % 8);
-  const E* from = src + first * stride + piece * 8;
-  if (aligned) {
-#pragma unroll
-    for (int round = 0; round < kChunk / kRows; ++round) {
-      const int row = first + round * kRows;
-      cp_async_16(to, row < valid ? from : src, row < valid);
-      to += kRows * kRowBytes, from += kRows * stride;
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int row = first; row < kChunk; row += kRows) {
-    copy_piece(to, from, row < valid, false);
-    to += kRows * kRowBytes, from += kRows * stride;
-  }
-}
-
 // The states before pieces 1 and on, in `starts` (sm90_chunk_pieces.cu).
 void launch_pieces(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exec& exec);
-// A [64 64] and gate rows of every chunk and value head (sm90_chunk_prep.cu).
-void launch_prep(const Problem& p, const ChunkArgs& a, const Exec& exec);
+// The factors of every chunk and value head (sm90_chunk_prep.cu).
+void launch_prep(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exec& exec);
 
 }  // namespace thalweg::gated_delta_rule::sm90
 #endif

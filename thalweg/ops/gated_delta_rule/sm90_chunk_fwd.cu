@@ -1,10 +1,9 @@
 // sm90_chunk_fwd - gated delta rule, forward, chunks of 64 tokens on Hopper's tensor cores.
 //
-// Math      with A and the gate rows of sm90_chunk_prep.cu (D(x): columns scaled by x), per chunk and value head:
+// Math      with A, P and the rows of sm90_chunk_prep.cuh (D(x): columns scaled by x), per chunk and value head:
 //             W^T  = V^T - (S^T K^T) D(2^G rk)                       chain
 //             V'^T = W^T A^T                                         chain
 //             S^T  = 2^G_last S^T + (V'^T D(2^(G_last - G) rk)) K    chain
-//             P    = tril(Q K^T * rq_i rk_j scale 2^(G_i - G_j))     aux
 //             O^T  = (S^T Q^T) D(2^G rq scale) + V'^T P^T            output, S before the chunk
 // Shapes    q,k [B,T,H,K]  v,o [B,T,HV,V]  initial,final_state [N,HV,K,V]
 // Takes     K = V in {64, 128}, bf16 or f16, any strides of tokens and heads, states of any dtype
@@ -13,24 +12,31 @@
 //           before this one makes them (sm90_chunk_prep.cu). Where they leave three quarters free and sequences are
 //           long, one block a piece of a sequence instead: two more kernels before this one find the states before
 //           the pieces (sm90_chunk_pieces.cu).
-// Groups    of 128 threads (sm90_chunk_roles.cuh): aux makes P; output makes O; one chain group for each 64 columns of
-//           V; loads (with two slices a warp of aux) fetches tiles by TMA into two rings, keys (K, V, A) and queries
+// Groups    of 128 threads (sm90_chunk_roles.cuh): loads, a warp each for K and V, A, Q, P, into two rings, keys (K, V,
+//           A) and queries (Q, P); one chain group for each 64 columns of V. With one slice a group of its own makes O,
+//           as the chain is what the call waits for; with two the chains make it, as then all of the multiprocessor is
 // Tile      M = 64 columns of V, everything transposed, so the state stays in the chain group's accumulators (float32)
 //           and is operand a of the next products from registers. The output group gets the same registers through
 //           shared memory, thread by thread, as 16-bit operands.
-// Smem      see Layout: 213 to 221 KiB, one block a multiprocessor
-// Regs      setmaxnreg: chain 208, output 136, aux 104, loads 56 with one slice; 160 (twice), 104, 88 with two
+// Smem      see Layout: 211 to 226 KiB, one block a multiprocessor
+// Regs      setmaxnreg: chain 240, output 152, loads 56 with one slice; 224 (twice), 56 with two; factors 168
 // Numerics  operands bf16 or f16, sums and state float32; exponents never positive; mask by selection
-// Traps     tiles past the sequence's end are zero, so no product sees another sequence's rows: a last chunk with fewer
-//           rows is copied, not fetched by TMA. Plain writes that wgmma reads need fence_proxy_async, which waits for
-//           every access of the thread: no copies may be in flight then, nor stores to memory just issued.
-//           ptxas turns a selection around an expensive expression into branches: mask its inputs instead.
-// Measured  H200, 1x8192 H16 HV32 K128, h0 and final state, microseconds in all: 375 with cp.async and a proxy fence a
-//           chunk in every group; 338 TMA; 258 without branches in P and with stores after all arithmetic; 243 loads in
-//           a group of their own, factors beside the chains. Prefetching tiles into L2 three chunks ahead lost: the
-//           TMA unit is busy with it. In records: 239; 1x8192 H2 HV8 95 in 8 pieces, 109 in 4, 238 whole; B2 T2048 H4
-//           HV8 K64 37.5 in pieces, 65 whole (predicted for the first 75: the summaries cost more than their chunks).
-//           Whole sequences, by a driver: packed 4x2048 174 and 8x1024 HV64 296; 1x32768 925; packed 4x8192 HV64 1003
+// Traps     - Tiles past the sequence's end are zero, so no product sees another sequence's rows: a last chunk with
+//             fewer rows is copied, not fetched by TMA.
+//           - What plain stores made and bulk copies read needs a proxy fence: for factors the reader's, after its flag.
+//           - Whether a flag is up is asked before there is room for the tile: the answer takes as long as a tile.
+//           - ptxas counts a product as in flight over a loop's end, whatever was waited for (C7517): O is rounded
+//             before the loop ends, and those registers leave in the next round.
+// Measured  H200, h0 and final state, microseconds in all, by a driver. 1x8192 H16 HV32 K128: 239 with P made by a
+//           group of the chain's block (2770 clocks a chunk), 188 with P from the factors, rows of factors in registers
+//           before the waits and a warp for each stream of loads, 177 with flags asked first (2160 clocks: 640 of
+//           products, the rest their latency, shared memory and the output group's products in between). 1x32768: 925
+//           -> 651; 1x8192 H2 HV8: 95 -> 91; packed 4x2048: 174 -> 147, and 8x1024 HV64: 316 -> 270 (60 and 92 of them
+//           factors); packed 4x8192 HV64: 1003 -> 850; B2 T2048 H4 HV8 K64: 37.5 -> 36.
+//           Lost: O by the chain with one slice (237 against 226); O's first product before the last O leaves (893
+//           against 850) or behind the second product (904); with two slices an output group, which the chains waited
+//           for (305 against 287 at 8x1024). A block of two slices spends 16 us before its first and after its last
+//           chunk: a block that goes from chain to chain would not.
 #include "thalweg/cuda/launch.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_prep.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_roles.cuh"
@@ -54,31 +60,30 @@ __device__ void fill_nan(const ChunkArgs& a, const Work<E>& work, int64_t length
 }
 
 // A block that makes factors, its warpgroups on their own: first those of all first chunks, as the chains need them.
-template <class E, int KD, int groups>
-__device__ void run_prep(const ChunkArgs& a, char* bytes, int block) {
-  using L = Layout<KD, 1>;
-  const int group = threadIdx.x / kGroup, thread = rotated(threadIdx.x % kGroup, group);
-  if (group >= groups) return setmaxnreg_dec<24>();  // its registers go to the others
-  setmaxnreg_inc<L::kPrepRegs>();
-  PrepSmem<KD>& s = reinterpret_cast<PrepSmem<KD>*>(bytes)[group];
-  const int heads = int(a.N * a.H), items = int((a.T + kChunk - 1) / kChunk) * heads, per_key = int(a.HV / a.H);
-  zero_A(s, thread);
-  for (int item = block * groups + group; item < items; item += a.prep_blocks * groups) {
-    const int c = item / heads, n = item % heads / int(a.H), h = item % int(a.H);
-    const cuda::Span span = span_of(a, n);
-    const int64_t row = span.begin + int64_t(c) * kChunk, left = span.end - row;
-    if (left <= 0 || !span.valid) continue;
-    const Place place{a.spans ? 0 : n, a.spans ? row : int64_t(c) * kChunk, int(min(left, int64_t(kChunk)))};
-    const int64_t first = (first_slot(span.begin, n) + c) * a.HV + h * per_key;
-    make_factors<E, KD>(a, s, place, h, a.factors + first * kFactorBytes, thread, 1 + group);
-    fence_proxy_async_global();
-    named_barrier(1 + group, kGroup);
-    if (thread < per_key) {
-      __threadfence();
-      const int64_t flag = (first_slot(span_of(a, n).begin, n) + c) * a.HV + h * per_key;
-      for (int i = thread; i < per_key; i += kGroup) store_release(a.tickets + kTicketInts + flag + i, 1);
-    }
-  }
+template <class E, int KD>
+__device__ void run_prep(const ChunkArgs& a, const Maps& maps, char* bytes, int block) {
+  const int group = threadIdx.x / kGroup, thread = threadIdx.x % kGroup, barrier = 1 + group;
+  const unsigned heads = unsigned(a.N * a.H);
+  const int per_key = int(a.HV / a.H);
+  make_factors<E, KD>(
+      a, maps, reinterpret_cast<PrepSmem<KD>*>(bytes)[group], block + group * a.prep_blocks,
+      kPrepGroups * a.prep_blocks, (a.T + kChunk - 1) / kChunk * heads, thread, barrier,
+      [&](int64_t i) -> PrepItem {
+        const unsigned c = unsigned(i) / heads, rest = unsigned(i) % heads, n = rest / unsigned(a.H);
+        const cuda::Span span = span_of(a, n);
+        const int64_t row = span.begin + int64_t(c) * kChunk, left = span.end - row;
+        if (left <= 0 || !span.valid) return {};
+        const Place place{a.spans ? 0 : int64_t(n), a.spans ? row : int64_t(c) * kChunk,
+                          int(min(left, int64_t(kChunk)))};
+        return {place, int(rest % unsigned(a.H)), first_slot(span.begin, n) + c};
+      },
+      [&](const char* factors) {
+        named_barrier(barrier, kGroup);
+        if (thread >= per_key) return;
+        __threadfence();  // of what the others wrote too
+        int* const flags = a.tickets + kTicketInts + (factors - a.factors) / kFactorBytes;
+        for (int j = thread; j < per_key; j += kGroup) store_release(flags + j, 1);
+      });
 }
 
 // From what a block of so many threads starts with.
@@ -89,10 +94,10 @@ __device__ void set_registers() {
   if constexpr (registers < kStart) setmaxnreg_dec<registers>();
 }
 
-template <class E, int KD, int slices>
-__global__ void __launch_bounds__(Layout<KD, slices>::kThreads, 1)
+template <class E, int KD, int slices, Output output>
+__global__ void __launch_bounds__(Layout<KD, slices, output>::kThreads, 1)
     chunk_fwd(const __grid_constant__ ChunkArgs a, const __grid_constant__ Maps maps) {
-  using L = Layout<KD, slices>;
+  using L = Layout<KD, slices, output>;
   extern __shared__ __align__(1024) char bytes[];
   constexpr int kColumns = 64 * slices;
   int block = blockIdx.x;
@@ -104,7 +109,7 @@ __global__ void __launch_bounds__(Layout<KD, slices>::kThreads, 1)
     block = *ticket - a.prep_blocks;
     __syncthreads();
     if constexpr (slices == 1)
-      if (block < 0) return run_prep<E, KD, 2 + slices>(a, bytes, block + a.prep_blocks);
+      if (block < 0) return run_prep<E, KD>(a, maps, bytes, block + a.prep_blocks);
   }
   const int piece = a.pieces ? block % a.pieces : 0;
   if (a.pieces) block /= a.pieces;
@@ -117,39 +122,24 @@ __global__ void __launch_bounds__(Layout<KD, slices>::kThreads, 1)
     if (piece == 0) fill_nan(a, work, span.end - span.begin, KD, kColumns);
     return;
   }
-  const Roles<E, KD, slices> roles{a, maps, work, smem_address(bytes), bytes};
-  if (threadIdx.x == 0) {
-    const uint32_t smem = roles.smem;
-    for (int i = 0; i < L::kKeyStages; ++i) {
-      mbarrier_init(smem + L::kKeysFull + 8 * i, 1);
-      mbarrier_init(smem + L::kKeysEmpty + 8 * i, 4 * (1 + slices));
-    }
-    for (int i = 0; i < L::kQueryStages; ++i) {
-      mbarrier_init(smem + L::kQueriesFull + 8 * i, 1);
-      mbarrier_init(smem + L::kQueriesEmpty + 8 * i, 8);
-    }
-    for (int i = 0; i < 2; ++i) mbarrier_init(smem + L::kPReady + 8 * i, 4), mbarrier_init(smem + L::kPFree + 8 * i, 4);
-    for (int i = 0; i < 2 * slices; ++i) {
-      mbarrier_init(smem + L::kStateReady + 8 * i, 4);
-      mbarrier_init(smem + L::kDeltaReady + 8 * i, 4);
-      mbarrier_init(smem + L::kExchangeFree + 8 * i, 4);
-    }
-    mbarrier_init_fence();
-  }
+  const Roles<E, KD, slices, output> roles{a, maps, work, smem_address(bytes), bytes};
+  if (threadIdx.x == 0) L::init_barriers(roles.smem);
   __syncthreads();
   const int group = threadIdx.x / kGroup;
   if (group == 0) {
-    set_registers<L::kThreads, L::kAuxRegs>();
-    roles.run_aux();
-  } else if (group == 1) {
-    set_registers<L::kThreads, L::kOutRegs>();
-    roles.run_output();
-  } else if (group < 2 + slices) {
-    setmaxnreg_inc<L::kChainRegs>();
-    roles.run_chain(group - 2);
-  } else if constexpr (L::kLoadGroup) {
-    setmaxnreg_dec<L::kLoadRegs>();
-    if (threadIdx.x % kGroup < 32) roles.run_loads();
+    set_registers<L::kThreads, L::kLoadRegs>();
+    roles.run_loads();
+  } else if (L::kHandsOver && group == 1) {
+    if constexpr (L::kHandsOver) {
+      set_registers<L::kThreads, L::kOutRegs>();
+      roles.run_output();
+    }
+  } else {
+    set_registers<L::kThreads, L::kChainRegs>();
+    if constexpr (L::kHandsOver)
+      roles.run_chain(group - 2);
+    else
+      roles.run_chain_with_output(group - 1);
   }
 }
 
@@ -182,13 +172,15 @@ __global__ void fill_checkpoints(const __grid_constant__ ChunkArgs a) {
       cuda::store_at<float>(t, row * t.stride[0] + hv * t.stride[1] + i / a.V * t.stride[2] + i % a.V * t.stride[3], x);
 }
 
-template <class E, int KD, int slices>
+template <class E, int KD, int slices, Output output>
 void launch_fwd(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exec& exec) {
-  using L = Layout<KD, slices>;
-  static_assert(L::kBytes <= 227 * 1024 && (2 + slices) * sizeof(PrepSmem<KD>) <= L::kBytes);
-  cuda::launch(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices>,
-               {a.prep_blocks + p.N * p.HV * (p.V / (64 * slices)) * (a.pieces ? a.pieces : 1)}, L::kThreads, L::kBytes,
-               a, maps);
+  using L = Layout<KD, slices, output>;
+  constexpr int64_t kPrepBytes = slices == 1 ? kPrepGroups * sizeof(PrepSmem<KD>) : 0;
+  constexpr int64_t kBytes = L::kBytes > kPrepBytes ? L::kBytes : kPrepBytes;
+  static_assert(kBytes <= 227 * 1024 && (slices > 1 || L::kThreads == kPrepThreads));
+  cuda::launch(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices, output>,
+               {a.prep_blocks + p.N * p.HV * (p.V / (64 * slices)) * (a.pieces ? a.pieces : 1)}, L::kThreads, kBytes, a,
+               maps);
 }
 
 template <class E>
@@ -200,20 +192,27 @@ void run_dtype(const Problem& p, const Plan& plan, const ChunkArgs& a, const Map
     cuda::cuda_check(cudaMemsetAsync(a.tickets, 0, flags_bytes(p), static_cast<cudaStream_t>(exec.stream)),
                      "clearing the flags of sm90_chunk_fwd");
   else
-    launch_prep(p, a, exec);
+    launch_prep(p, a, maps, exec);
   if (a.pieces) launch_pieces(p, a, maps, exec);
   if (p.K == 64)
-    launch_fwd<E, 64, 1>(p, a, maps, exec);
+    launch_fwd<E, 64, 1, Output::kGroup>(p, a, maps, exec);
   else if (plan.values[kColumnBlocks] == 2)
-    launch_fwd<E, 128, 2>(p, a, maps, exec);
+    launch_fwd<E, 128, 2, Output::kChains>(p, a, maps, exec);
   else
-    launch_fwd<E, 128, 1>(p, a, maps, exec);
+    launch_fwd<E, 128, 1, Output::kGroup>(p, a, maps, exec);
 }
 
 bool rows_aligned(const thalweg_tensor& t) {
   bool ok = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   for (int axis = 0; axis < 3; ++axis) ok = ok && (t.stride[axis] % 8 == 0 || t.shape[axis] <= 1);
   return ok;
+}
+
+// Four value heads of a token, from a multiple of four on, in one copy of 16 bytes.
+bool heads_together(const thalweg_tensor& t) {
+  bool ok = t.dtype == THALWEG_F32 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  for (int axis = 0; axis < 2; ++axis) ok = ok && (t.stride[axis] % 4 == 0 || t.shape[axis] <= 1);
+  return ok && t.stride[2] == 1;
 }
 
 }  // namespace
@@ -231,7 +230,7 @@ void sm90_chunk_fwd(const Problem& p, const Plan& plan, const thalweg_gated_delt
   args.A_log = a.A_log, args.dt_bias = a.dt_bias;
   args.initial_state = a.initial_state, args.final_state = a.final_state, args.chunk_states = a.chunk_states;
   args.spans = spans, args.factors = exec.workspace + factors_at(p);
-  args.prep_blocks = int(plan.values[kPrepBlocks]);
+  args.prep_blocks = int(plan.values[kPrepBlocks]), args.num_sms = int(plan.values[kNumSms]);
   if (args.prep_blocks) args.tickets = reinterpret_cast<int*>(exec.workspace + flags_at(p));
   args.pieces = int(plan.values[kPieces]);
   if (args.pieces) {
@@ -244,6 +243,7 @@ void sm90_chunk_fwd(const Problem& p, const Plan& plan, const thalweg_gated_delt
   args.l2norm = a.use_qk_l2norm, args.gate = a.use_gate, args.sigmoid = a.use_beta_sigmoid;
   args.neg_eigval = a.allow_neg_eigval;
   args.aligned = rows_aligned(a.q) && rows_aligned(a.k) && rows_aligned(a.v) && rows_aligned(a.o);
+  args.wide_gates = heads_together(a.g) && heads_together(a.beta);
   Maps maps;
   args.tma = make_token_map(a.q, int(p.K / 64), &maps.q) && make_token_map(a.k, int(p.K / 64), &maps.k) &&
              make_token_map(a.v, int(plan.values[kColumnBlocks]), &maps.v);

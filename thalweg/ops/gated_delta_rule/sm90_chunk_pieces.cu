@@ -12,7 +12,7 @@
 //           sm90_chunk_roles.cuh alone, two blocks a multiprocessor. Fix-up: one block of 4 K threads a head and 8
 //           columns of V, piece after piece
 // Tile      fix-up: thread (k, quarter of the sum) has row k of 8 columns; M comes column by column, coalesced
-// Smem      summary: 3 stages of keys (K = 64: 4), 102 KiB (104); fix-up: the state's 8 columns and the quarters' sums
+// Smem      summary: 3 stages of keys (K = 64: 4), 98 KiB (99); fix-up: the state's 8 columns and the quarters' sums
 // Regs      summary: setmaxnreg 200 for the chain, 56 for loads: together half of a multiprocessor's; fix-up 64
 // Workspace float32: starts, and N and M of every piece but the last (sm90_chunk_plan.h)
 // Order     fix-up: quarters of the sum over c in ascending order, then added in order. How many pieces there are
@@ -27,8 +27,8 @@
 //           - A longer T may be cut elsewhere: earlier rows may then differ in their last bits.
 //           - The first piece's M is neither made nor read; a sequence that ends early has fewer pieces than the grid.
 //           - An identity's block loads no tile of V, and its barrier expects none.
-// Measured  H200, bf16, microseconds of the whole forward: 1x8192 H2 HV8 K128 95 in 8 pieces, 109 in 4, 238 in one;
-//           B2 T2048 H4 HV8 K64 37.5 in pieces of 8 chunks, 65 in one
+// Measured  H200, bf16, microseconds of the whole forward: 1x8192 H2 HV8 K128 91 in 8 pieces; B2 T2048 H4
+//           HV8 K64 36 in pieces of 8 chunks
 #include "thalweg/cuda/launch.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_roles.cuh"
 
@@ -38,9 +38,9 @@ namespace {
 constexpr int kColumns = 8, kQuarters = 4;
 
 template <class E, int KD>
-__global__ void __launch_bounds__(2 * kGroup, 2)
+__global__ void __launch_bounds__(Layout<KD, 1, Output::kNone>::kThreads, 2)
     chunk_summary(const __grid_constant__ ChunkArgs a, const __grid_constant__ Maps maps) {
-  using L = Layout<KD, 1, true>;
+  using L = Layout<KD, 1, Output::kNone>;
   extern __shared__ __align__(1024) char bytes[];
   constexpr int kParts = 2 * KD / 64;  // 64 columns of N (V = K), then of M
   const int part = blockIdx.x % kParts, piece = blockIdx.x / kParts % (a.pieces - 1);
@@ -54,21 +54,15 @@ __global__ void __launch_bounds__(2 * kGroup, 2)
   work.given_piece = false;
   if (piece > 0) work.start = is_M ? Start::kIdentity : Start::kZero;
   work.final = (((head * (a.pieces - 1) + piece) * 2 + is_M) * KD + column) * KD;
-  const Roles<E, KD, 1, true> roles{a, maps, work, smem_address(bytes), bytes};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < L::kKeyStages; ++i) {
-      mbarrier_init(roles.smem + L::kKeysFull + 8 * i, 1);
-      mbarrier_init(roles.smem + L::kKeysEmpty + 8 * i, 4);
-    }
-    mbarrier_init_fence();
-  }
+  const Roles<E, KD, 1, Output::kNone> roles{a, maps, work, smem_address(bytes), bytes};
+  if (threadIdx.x == 0) L::init_barriers(roles.smem);
   __syncthreads();
   if (threadIdx.x < kGroup) {
-    setmaxnreg_inc<200>();
+    setmaxnreg_inc<L::kChainRegs>();
     roles.run_chain(0);
   } else {
-    setmaxnreg_dec<56>();
-    if (threadIdx.x < kGroup + 32) roles.run_loads();
+    setmaxnreg_dec<L::kLoadRegs>();
+    if (threadIdx.x < kGroup + 64) roles.run_loads();  // the warps that load keys
   }
 }
 
@@ -115,10 +109,10 @@ __global__ void __launch_bounds__(kQuarters* KD) piece_states(const __grid_const
 
 template <class E, int KD>
 void launch_of(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exec& exec) {
-  using L = Layout<KD, 1, true>;
+  using L = Layout<KD, 1, Output::kNone>;
   static_assert(2 * (L::kBytes + 1024) <= 228 * 1024);  // two blocks, each with what the system takes
   const int64_t heads = p.N * p.HV;
-  cuda::launch(exec, "sm90_chunk_summary", chunk_summary<E, KD>, {heads * (a.pieces - 1) * (2 * KD / 64)}, 2 * kGroup,
+  cuda::launch(exec, "sm90_chunk_summary", chunk_summary<E, KD>, {heads * (a.pieces - 1) * (2 * KD / 64)}, L::kThreads,
                L::kBytes, a, maps);
   cuda::launch(exec, "sm90_chunk_pieces", piece_states<KD>, {heads * (p.V / kColumns)}, kQuarters * KD, 0, a);
 }

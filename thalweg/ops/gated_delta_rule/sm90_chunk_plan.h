@@ -8,9 +8,11 @@
 namespace thalweg::gated_delta_rule::sm90 {
 
 constexpr int kChunk = 64;
-constexpr int kGateRows = 6;                                        // sm90_chunk.cuh names them
-constexpr int64_t kGateBytes = kGateRows * kChunk * 4;              // of a chunk and value head
-constexpr int64_t kFactorBytes = kChunk * kChunk * 2 + kGateBytes;  // A and the gate rows
+// Factors of a chunk and value head (sm90_chunk.cuh), in bytes: A, rows for keys, row for queries, P.
+constexpr int64_t kSquareBytes = kChunk * kChunk * 2, kRowOfChunk = kChunk * 4;
+constexpr int64_t kKeyRowBytes = 2 * kRowOfChunk + 128, kQueryRowBytes = kRowOfChunk;
+constexpr int64_t kKeyRowsAt = kSquareBytes, kQueryRowsAt = kKeyRowsAt + kKeyRowBytes,
+                  kPAt = kQueryRowsAt + kQueryRowBytes, kFactorBytes = kPAt + kSquareBytes;
 
 constexpr int64_t kFewestPrepBlocks = 24;  // they must keep ahead of the chains
 
@@ -42,8 +44,8 @@ inline int64_t sums_end(const delta_rule::Problem& p, int64_t pieces) {
 }
 
 // Plan.values of sm90_chunk_fwd: blocks of 64 columns of V that one thread block takes; pieces of a sequence, 0: whole
-// ones; blocks that make factors beside the chains, 0: a kernel before them does.
-enum { kColumnBlocks = 0, kPieces = 1, kPrepBlocks = 2 };
+// ones; blocks that make factors beside the chains, 0: a kernel before them does; multiprocessors.
+enum { kColumnBlocks = 0, kPieces = 1, kPrepBlocks = 2, kNumSms = 3 };
 
 }  // namespace thalweg::gated_delta_rule::sm90
 #endif

@@ -1,5 +1,5 @@
-// sm90_chunk_prep - the factors of every chunk as a kernel of its own: sm90_chunk_prep.cuh, one block of 128 threads a
-// slot and key head. For calls whose chains fill the device; where they do not, sm90_chunk_fwd makes the factors too.
+// sm90_chunk_prep - the factors of every chunk as a kernel of its own: sm90_chunk_prep.cuh, a block a multiprocessor.
+// For calls whose chains fill the device; where they do not, sm90_chunk_fwd makes the factors too.
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_prep.cuh"
 
 #include "thalweg/cuda/launch.h"
@@ -7,51 +7,60 @@
 namespace thalweg::gated_delta_rule::sm90 {
 namespace {
 
-// Which chunk the slot is: of the last sequence whose first slot is not behind it.
-__device__ inline Place find_chunk(const ChunkArgs& a, int64_t slot) {
+// The chunk of a slot: of the last sequence whose first slot is not behind it.
+__device__ inline PrepItem find_slot(const ChunkArgs& a, int64_t slot, int h) {
   int64_t n = -1;
-  for (int64_t first = 0; first < a.N; first += kPrepThreads) {
-    const int64_t mine = first + threadIdx.x;
-    const bool before = mine < a.N && first_slot(span_of(a, mine).begin, mine) <= slot;
-    n += __syncthreads_count(before);
+  for (int64_t end = a.N; n + 1 < end;) {
+    const int64_t middle = (n + end) / 2;
+    if (first_slot(span_of(a, middle).begin, middle) <= slot)
+      n = middle;
+    else
+      end = middle;
   }
-  if (n < 0) return {0, 0, 0};
+  if (n < 0) return {};
   const cuda::Span span = span_of(a, n);
   const int64_t row = span.begin + (slot - first_slot(span.begin, n)) * kChunk, left = span.end - row;
   const int valid = left <= 0 || !span.valid ? 0 : left < kChunk ? int(left) : kChunk;
-  return a.spans ? Place{0, row, valid} : Place{n, row - n * a.T, valid};
+  const Place place{a.spans ? 0 : n, a.spans ? row : row - n * a.T, valid};
+  return {place, h, slot};
 }
 
 template <class E, int KD>
-__global__ void __launch_bounds__(kPrepThreads, 4) chunk_prep(const __grid_constant__ ChunkArgs a) {
-  extern __shared__ __align__(1024) char smem[];
-  PrepSmem<KD>& s = *reinterpret_cast<PrepSmem<KD>*>(smem);
-  const unsigned slot = blockIdx.x / unsigned(a.H), h = blockIdx.x % unsigned(a.H);
-  const Place p = find_chunk(a, slot);
-  if (p.valid == 0) return;
-  const int thread = rotated(threadIdx.x, blockIdx.x / 132);  // the blocks that a multiprocessor starts with
-  zero_A(s, thread);
-  const int64_t hv = int64_t(h) * (unsigned(a.HV) / unsigned(a.H));
-  make_factors<E, KD>(a, s, p, int(h), a.factors + (slot * a.HV + hv) * kFactorBytes, thread, 1);
+__device__ void run_slots(const ChunkArgs& a, const Maps& maps, char* bytes) {
+  const int group = threadIdx.x / kGroup;
+  const int64_t slots = a.B * a.T / kChunk + a.N, step = int64_t(gridDim.x) * kPrepGroups;
+  make_factors<E, KD>(
+      a, maps, reinterpret_cast<PrepSmem<KD>*>(bytes)[group], blockIdx.x + int64_t(group) * gridDim.x, step,
+      slots * a.H, threadIdx.x % kGroup, 1 + group,
+      [&](int64_t i) {
+        const int64_t slot = i < INT32_MAX ? unsigned(i) / unsigned(a.H) : i / a.H;  // the short division is faster
+        return find_slot(a, slot, int(i - slot * a.H));
+      },
+      [](const char*) {});
 }
 
-template <class E>
-void launch_dtype(const Problem& p, const ChunkArgs& a, const Exec& exec) {
-  if (p.K == 128)
-    cuda::launch(exec, "sm90_chunk_prep", chunk_prep<E, 128>, {chunk_slots(p) * p.H}, kPrepThreads,
-                 sizeof(PrepSmem<128>), a);
-  else
-    cuda::launch(exec, "sm90_chunk_prep", chunk_prep<E, 64>, {chunk_slots(p) * p.H}, kPrepThreads, sizeof(PrepSmem<64>),
-                 a);
+template <class E, int KD>
+__global__ void __launch_bounds__(kPrepThreads, 1)
+    chunk_prep(const __grid_constant__ ChunkArgs a, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) char bytes[];
+  run_slots<E, KD>(a, maps, bytes);
+}
+
+template <class E, int KD>
+void launch_of(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exec& exec) {
+  static_assert(kPrepGroups * sizeof(PrepSmem<KD>) <= 227 * 1024);
+  const int64_t items = chunk_slots(p) * p.H;
+  cuda::launch(exec, "sm90_chunk_prep", chunk_prep<E, KD>, {items < a.num_sms ? items : a.num_sms}, kPrepThreads,
+               kPrepGroups * sizeof(PrepSmem<KD>), a, maps);
 }
 
 }  // namespace
 
-void launch_prep(const Problem& p, const ChunkArgs& a, const Exec& exec) {
-  if (p.dtype == THALWEG_F16)
-    launch_dtype<__half>(p, a, exec);
-  else
-    launch_dtype<__nv_bfloat16>(p, a, exec);
+void launch_prep(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exec& exec) {
+  const bool half = p.dtype == THALWEG_F16;
+  if (p.K == 128)
+    return half ? launch_of<__half, 128>(p, a, maps, exec) : launch_of<__nv_bfloat16, 128>(p, a, maps, exec);
+  return half ? launch_of<__half, 64>(p, a, maps, exec) : launch_of<__nv_bfloat16, 64>(p, a, maps, exec);
 }
 
 }  // namespace thalweg::gated_delta_rule::sm90

@@ -1,4 +1,4 @@
-// The warpgroups of a block of sm90_chunk_fwd (its contract is in sm90_chunk_fwd.cu): aux, output, chain.
+// The warpgroups of a block of sm90_chunk_fwd (its contract is in sm90_chunk_fwd.cu): loads, output, chain.
 #ifndef THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_ROLES_CUH
 #define THALWEG_OPS_GATED_DELTA_RULE_SM90_CHUNK_ROLES_CUH
 
@@ -10,35 +10,50 @@ namespace {
 
 using namespace cuda::sm90;
 
-constexpr int kGroup = 128;  // threads of a warpgroup
+// Who makes O: a group of its own, so that a chain is not held up; the chains, so that nothing is handed over; or
+// nobody, in blocks of sm90_chunk_pieces.cu that are after states alone.
+enum class Output { kGroup, kChains, kNone };
 
-// Two rings: keys (K, V, A and gate rows, which a chain leaves early) and queries (Q, which the output group leaves
-// last). Blocks of sm90_chunk_pieces.cu (summary) have a chain group and the ring of keys only.
-template <int KD, int slices, bool summary = false>
+// Two rings: keys (K, V, A and their rows, which a chain leaves early) and queries (Q, P, which the output leaves
+// last).
+template <int KD, int slices, Output output>
 struct Layout {
-  static constexpr int kKeyStages = KD == 64 ? 4 : slices == 1 ? 3 : 2, kQueryStages = summary ? 0 : kKeyStages;
-  static constexpr int kPBuffers = summary ? 0 : slices == 1 ? 2 : 1;
-  // One slice: a group of its own loads. Two: registers are short, and a warp of the aux group does.
-  static constexpr bool kLoadGroup = slices == 1;
-  static constexpr int kThreads = kGroup * 4;
-  static constexpr int kLoadRegs = 56, kAuxRegs = slices == 1 ? 104 : 88, kOutRegs = slices == 1 ? 136 : 104,
-                       kChainRegs = slices == 1 ? 208 : 160, kPrepRegs = 160;
+  static constexpr bool kHasOutput = output != Output::kNone, kHandsOver = output == Output::kGroup;
+  static constexpr int kKeyStages = KD == 64 ? 4 : 3, kQueryStages = kHasOutput ? kKeyStages : 0;
+  static constexpr int kThreads = kGroup * (1 + kHandsOver + slices);
+  static constexpr int kLoadRegs = 56, kOutRegs = 152, kChainRegs = !kHasOutput ? 200 : slices == 1 ? 240 : 224;
   static constexpr uint32_t kTile = KD / 64 * kBlockBytes;  // of K or Q
-  static constexpr uint32_t kKeyRows = kReadQ * kChunk * 4, kQueryRows = kGateBytes - kKeyRows;
-  static constexpr uint32_t kV = kTile, kA = kV + slices * kBlockBytes, kGates = kA + kBlockBytes,
-                            kKeyBytes = (kGates + kKeyRows + 1023) / 1024 * 1024;
-  static constexpr uint32_t kState = KD / 16 * 16 * kGroup, kDelta = 4 * 16 * kGroup, kExchange = kState + kDelta;
+  // Stages: K, V, A; and Q, P.
+  static constexpr uint32_t kV = kTile, kA = kV + slices * kBlockBytes, kKeyBytes = kA + kBlockBytes;
+  static constexpr uint32_t kP = kTile, kQueryBytes = kP + kBlockBytes;
+  static constexpr uint32_t kState = KD / 16 * 16 * kGroup, kDelta = 4 * 16 * kGroup, kExchange = kState + kDelta,
+                            kRows = kBlockBytes;  // rows of O on their way out
   // Offsets in shared memory.
-  static constexpr uint32_t kQueries = kKeyStages * kKeyBytes, kP = kQueries + kQueryStages * kTile,
-                            kExchanges = kP + kPBuffers * kBlockBytes,
-                            kQueryGates = kExchanges + (summary ? 0 : 2 * slices * kExchange),
-                            kBars = kQueryGates + kQueryStages * kQueryRows;
+  static constexpr uint32_t kQueries = kKeyStages * kKeyBytes, kExchanges = kQueries + kQueryStages * kQueryBytes,
+                            kKeyRows = kExchanges + (kHandsOver   ? 2 * slices * kExchange
+                                                     : kHasOutput ? slices * kRows
+                                                                  : 0),
+                            kQueryRows = kKeyRows + kKeyStages * uint32_t(kKeyRowBytes),
+                            kBars = kQueryRows + kQueryStages * uint32_t(kQueryRowBytes);
   // Barriers, 8 bytes each.
   static constexpr uint32_t kKeysFull = kBars, kKeysEmpty = kKeysFull + 8 * kKeyStages,
                             kQueriesFull = kKeysEmpty + 8 * kKeyStages, kQueriesEmpty = kQueriesFull + 8 * kQueryStages,
-                            kPReady = kQueriesEmpty + 8 * kQueryStages, kPFree = kPReady + 16,
-                            kStateReady = kPFree + 16, kDeltaReady = kStateReady + 16 * slices,
+                            kStateReady = kQueriesEmpty + 8 * kQueryStages, kDeltaReady = kStateReady + 16 * slices,
                             kExchangeFree = kDeltaReady + 16 * slices, kBytes = kExchangeFree + 16 * slices;
+
+  // By one thread, before the block's first __syncthreads().
+  static __device__ void init_barriers(uint32_t smem) {
+    for (int i = 0; i < kKeyStages; ++i) {
+      mbarrier_init(smem + kKeysFull + 8 * i, 2);
+      mbarrier_init(smem + kKeysEmpty + 8 * i, 4 * slices);
+    }
+    for (int i = 0; i < kQueryStages; ++i) {
+      mbarrier_init(smem + kQueriesFull + 8 * i, 2);
+      mbarrier_init(smem + kQueriesEmpty + 8 * i, output == Output::kChains ? 4 * slices : 4);
+    }
+    for (uint32_t bar = kStateReady; bar < kBytes; bar += 8) mbarrier_init(smem + bar, 4);
+    mbarrier_init_fence();
+  }
 };
 
 enum class Start { kGiven, kZero, kIdentity };  // of a state: from `initial`, or made
@@ -87,20 +102,16 @@ __device__ inline bool make_work(const ChunkArgs& a, const cuda::Span& span, int
   return true;
 }
 
-// x factor 2^exponent where `is`, else 0. Selections, never branches: the exponent is masked too.
-__device__ inline float masked(bool is, float x, float exponent, float factor) {
-  return (is ? x : 0) * (factor * exp2_fast(is ? exponent : -INFINITY));
-}
-
 // A warp's shared memory writes are done: one arrival a warp.
 __device__ inline void warp_arrive(uint32_t bar) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive(bar);
 }
 
-template <class E, int KD, int slices, bool summary = false>
+template <class E, int KD, int slices, Output output>
 struct Roles {
-  using L = Layout<KD, slices, summary>;
+  using L = Layout<KD, slices, output>;
+  static constexpr bool summary = output == Output::kNone;
   const ChunkArgs& a;
   const Maps& maps;
   const Work<E>& work;
@@ -112,23 +123,35 @@ struct Roles {
   __device__ uint32_t keys_full(int c) const { return smem + L::kKeysFull + uint32_t(c % L::kKeyStages) * 8; }
   __device__ uint32_t keys_empty(int c) const { return smem + L::kKeysEmpty + uint32_t(c % L::kKeyStages) * 8; }
   __device__ uint32_t keys_parity(int c) const { return uint32_t(c / L::kKeyStages) & 1; }
-  __device__ uint32_t queries(int c) const { return smem + L::kQueries + uint32_t(c % L::kQueryStages) * L::kTile; }
+  __device__ uint32_t queries(int c) const {
+    return smem + L::kQueries + uint32_t(c % L::kQueryStages) * L::kQueryBytes;
+  }
   __device__ uint32_t queries_full(int c) const { return smem + L::kQueriesFull + uint32_t(c % L::kQueryStages) * 8; }
   __device__ uint32_t queries_empty(int c) const { return smem + L::kQueriesEmpty + uint32_t(c % L::kQueryStages) * 8; }
   __device__ uint32_t queries_parity(int c) const { return uint32_t(c / L::kQueryStages) & 1; }
-  __device__ const float* gates(int c, GateRow row) const {
-    return reinterpret_cast<const float*>(bytes + uint32_t(c % L::kKeyStages) * L::kKeyBytes + L::kGates) +
+  __device__ const float* key_row(int c, GateRow row) const {
+    return reinterpret_cast<const float*>(bytes + L::kKeyRows + uint32_t(c % L::kKeyStages) * kKeyRowBytes) +
            row * kChunk;
+  }
+  __device__ const float* query_row(int c) const {
+    return reinterpret_cast<const float*>(bytes + L::kQueryRows + uint32_t(c % L::kQueryStages) * kQueryRowBytes);
   }
   __device__ uint32_t exchange(int slice, int c) const {  // this warp's part: [state, delta], 512 bytes a row
     return smem + L::kExchanges + uint32_t(2 * slice + (c & 1)) * L::kExchange + warp * (L::kExchange / 4) + lane * 16;
+  }
+  // This warp's place for 64 rows of 16 columns of O.
+  __device__ uint32_t rows_place(int slice, int c) const {
+    if constexpr (L::kHandsOver)
+      return exchange(slice, c) - lane * 16;
+    else
+      return smem + L::kExchanges + slice * L::kRows + warp * (L::kRows / 4);
   }
   __device__ uint32_t bar(uint32_t first, int slice, int c) const { return smem + first + 8 * (2 * slice + (c & 1)); }
 
   __device__ int rows_of(int c) const { return c + 1 < work.chunks ? kChunk : work.tail; }
   __device__ void wait_keys(int c) const { mbarrier_wait(keys_full(c), keys_parity(c)); }
 
-  // ---- loads: one warp of its group ----
+  // ---- loads: four warps, each with a stream of its own ----
 
   // Tiles come by TMA where it can; the last rows of a sequence, and tensors that TMA cannot read, by plain copies.
   __device__ bool by_tma(int c) const { return a.tma && rows_of(c) == kChunk; }
@@ -146,116 +169,78 @@ struct Roles {
     }
   }
 
+  // A tile, or tiles, of chunk c: `by_map(t)` starts the copies of `tma_bytes`, `by_hand()` makes them.
+  template <class ByMap, class ByHand>
+  __device__ void load_tiles(int c, uint32_t bar, uint32_t tma_bytes, ByMap by_map, ByHand by_hand) const {
+    const bool tma = by_tma(c);
+    if (!tma) {
+      by_hand();
+      cp_async_wait_all();
+      fence_proxy_async();
+      __syncwarp();
+    }
+    if (lane != 0) return;
+    mbarrier_arrive_expect(bar, tma ? tma_bytes : 0);
+    if (tma) by_map(work.t + c * kChunk);
+  }
   __device__ void load_keys(int c) const {
     const uint32_t to = keys(c), bar = keys_full(c);
-    const bool tma = by_tma(c);
-    if (!tma) {
-      copy_tile<KD>(to, work.k, a.k.stride[1], c);
-      if (work.start != Start::kIdentity) copy_tile<64 * slices>(to + L::kV, work.v, a.v.stride[1], c);
-      cp_async_wait_all();
-      fence_proxy_async();
-      __syncwarp();
-    }
-    if (lane != 0) return;
-    const char* factors = work.factors + c * (a.HV * kFactorBytes);
-    const int t = work.t + c * kChunk;
-    mbarrier_arrive_expect(bar, kBlockBytes + L::kKeyRows +
-                                    (!tma                             ? 0
-                                     : work.start == Start::kIdentity ? L::kTile
-                                                                      : L::kA));
-    if (tma) {
-      tensor_load_5d(to, &maps.k, 0, t, 0, work.h, work.b, bar);
-      if (work.start != Start::kIdentity) tensor_load_5d(to + L::kV, &maps.v, 0, t, work.v0 / 64, work.hv, work.b, bar);
-    }
-    if (a.tickets)
-      while (load_acquire(work.flags + c * a.HV) == 0) {
-      }
-    bulk_load(to + L::kA, factors, kBlockBytes + L::kKeyRows, bar);
+    const bool has_V = work.start != Start::kIdentity;
+    load_tiles(
+        c, bar, has_V ? L::kA : L::kTile,
+        [&](int t) {
+          tensor_load_5d(to, &maps.k, 0, t, 0, work.h, work.b, bar);
+          if (has_V) tensor_load_5d(to + L::kV, &maps.v, 0, t, work.v0 / 64, work.hv, work.b, bar);
+        },
+        [&] {
+          copy_tile<KD>(to, work.k, a.k.stride[1], c);
+          if (has_V) copy_tile<64 * slices>(to + L::kV, work.v, a.v.stride[1], c);
+        });
   }
-
-  // After the keys of the chunk: the factors are there then.
   __device__ void load_queries(int c) const {
     const uint32_t to = queries(c), bar = queries_full(c);
-    const bool tma = by_tma(c);
-    if (!tma) {
-      copy_tile<KD>(to, work.q, a.q.stride[1], c);
-      cp_async_wait_all();
-      fence_proxy_async();
-      __syncwarp();
+    load_tiles(
+        c, bar, L::kTile, [&](int t) { tensor_load_5d(to, &maps.q, 0, t, 0, work.h, work.b, bar); },
+        [&] { copy_tile<KD>(to, work.q, a.q.stride[1], c); });
+  }
+
+  // The factors of chunk c, once they are there.
+  __device__ const char* wait_factors(int c) const {
+    if (a.tickets) {
+      while (load_acquire(work.flags + c * a.HV) == 0) {
+      }
+      fence_proxy_async_global();  // plain stores made them, bulk copies read them
     }
+    return work.factors + c * (a.HV * kFactorBytes);
+  }
+  // A square of factors and the rows beside it.
+  __device__ void load_factors(uint32_t square, const char* square_from, uint32_t rows, const char* rows_from,
+                               uint32_t row_bytes, uint32_t bar) const {
     if (lane != 0) return;
-    const char* factors = work.factors + c * (a.HV * kFactorBytes);
-    mbarrier_arrive_expect(bar, L::kQueryRows + (tma ? L::kTile : 0));
-    if (tma) tensor_load_5d(to, &maps.q, 0, work.t + c * kChunk, 0, work.h, work.b, bar);
-    bulk_load(smem + L::kQueryGates + uint32_t(c % L::kQueryStages) * L::kQueryRows,
-              factors + kBlockBytes + L::kKeyRows, L::kQueryRows, bar);
+    mbarrier_arrive_expect(bar, kBlockBytes + row_bytes);
+    bulk_load(square, square_from, kBlockBytes, bar);
+    bulk_load(rows, rows_from, row_bytes, bar);
   }
 
-  // Chunk k's keys and chunk q's queries, where there is room.
-  __device__ void try_loads(int& k, int& q) const {
-    if (k < work.chunks && uniform(mbarrier_test(keys_empty(k), keys_parity(k) ^ 1))) load_keys(k++);
-    if constexpr (summary)
-      q = k;
-    else if (q < k && uniform(mbarrier_test(queries_empty(q), queries_parity(q) ^ 1)))
-      load_queries(q++);
-  }
+  // Whether the factors are there is asked before there is room for them, which comes later as a rule.
   __device__ void run_loads() const {
-    for (int k = 0, q = 0; q < work.chunks;) try_loads(k, q);
-  }
-  static __device__ bool uniform(bool x) { return __shfl_sync(0xffffffffu, int(x), 0) != 0; }
-
-  // ---- aux ----
-
-  // P of chunk c, row i of it 128 bytes, swizzled.
-  __device__ void make_P(int c) const {
-    float d[32];
-    wait_keys(c);
-    mbarrier_wait(queries_full(c), queries_parity(c));
-    const uint64_t q = descriptor(queries(c)), k = descriptor(keys(c));
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < KD / 16; ++step) {
-      const uint32_t at = step / 4 * kBlockBytes + step % 4 * 32;
-      wgmma_ss_n64<E>(d, advanced(q, at), advanced(k, at), step > 0);
-    }
-    wgmma_commit();
-    const float *G = gates(c, kG), *norm_k = gates(c, kNormK), *norm_q = gates(c, kNormQ);
-    const int i0 = 16 * warp + lane / 4, i1 = i0 + 8;
-    const float G0 = G[i0], G1 = G[i1], q0 = norm_q[i0], q1 = norm_q[i1];
-    const uint32_t buffer = uint32_t(c % L::kPBuffers), to = smem + L::kP + buffer * kBlockBytes;
-    wgmma_wait<0>();
-    uint32_t low[8], high[8];  // rows i0 and i1; nothing is stored before all are there, so that they overlap
-#pragma unroll
-    for (int b = 0; b < 8; ++b) {
-      const int j = 8 * b + 2 * (lane % 4);
-      const float2 Gj = *reinterpret_cast<const float2*>(G + j), kj = *reinterpret_cast<const float2*>(norm_k + j);
-      low[b] = pack<E>(masked(j <= i0, d[4 * b], G0 - Gj.x, q0 * kj.x),
-                       masked(j + 1 <= i0, d[4 * b + 1], G0 - Gj.y, q0 * kj.y));
-      high[b] = pack<E>(masked(j <= i1, d[4 * b + 2], G1 - Gj.x, q1 * kj.x),
-                        masked(j + 1 <= i1, d[4 * b + 3], G1 - Gj.y, q1 * kj.y));
-    }
-    mbarrier_wait(smem + L::kPFree + 8 * buffer, (uint32_t(c / L::kPBuffers) & 1) ^ 1);
-#pragma unroll
-    for (int b = 0; b < 8; ++b) {
-      st_shared_32(to + swizzled(i0, b) + lane % 4 * 4, low[b]);
-      st_shared_32(to + swizzled(i1, b) + lane % 4 * 4, high[b]);
-    }
-    fence_proxy_async();
-    warp_arrive(smem + L::kPReady + 8 * buffer);
-    warp_arrive(keys_empty(c));
-    warp_arrive(queries_empty(c));
-  }
-
-  __device__ void run_aux() const {
-    if constexpr (L::kLoadGroup) {
-      for (int c = 0; c < work.chunks; ++c) make_P(c);
-    } else {
-      int k = 0, q = 0;
-      for (int c = 0; c < work.chunks; ++c) {
-        if (warp == 0) try_loads(k, q);
-        while (warp == 0 && q <= c) try_loads(k, q);
-        make_P(c);
-        if (warp == 0) try_loads(k, q);
+    const bool of_keys = warp < 2;
+    for (int c = 0; c < work.chunks; ++c) {
+      const char* from = warp % 2 == 1 ? wait_factors(c) : nullptr;
+      if (of_keys)
+        mbarrier_wait(keys_empty(c), keys_parity(c) ^ 1);
+      else if constexpr (!summary)
+        mbarrier_wait(queries_empty(c), queries_parity(c) ^ 1);
+      if (warp == 0) load_keys(c);
+      if (warp == 1)
+        load_factors(keys(c) + L::kA, from, smem + L::kKeyRows + uint32_t(c % L::kKeyStages) * kKeyRowBytes,
+                     from + kKeyRowsAt, kKeyRowBytes, keys_full(c));
+      if constexpr (!summary) {
+        if (warp == 2) load_queries(c);
+        if (warp == 3)
+          load_factors(queries(c) + L::kP, from + kPAt,
+                       smem + L::kQueryRows + uint32_t(c % L::kQueryStages) * kQueryRowBytes, from + kQueryRowsAt,
+                       kQueryRowBytes, queries_full(c));
       }
     }
   }
@@ -326,17 +311,23 @@ struct Roles {
       store_state(s, slice, a.chunk_states, work.checkpoint + chunk / work.every * a.chunk_states.stride[0]);
   }
 
+  // A row of factors where the accumulators' columns are: of 8 tokens each, two.
+  using TokenRow = float2[8];
+  __device__ void load_row(const float* row, TokenRow& x) const {
+#pragma unroll
+    for (int b = 0; b < 8; ++b) x[b] = *reinterpret_cast<const float2*>(row + 8 * b + 2 * (lane % 4));
+  }
+
   // W^T = V^T - X^T D(2^G rk), as operand a. V^T comes by transposing loads.
-  __device__ void make_W(int c, int slice, const float (&x)[32], const uint32_t (&v)[4][4], uint32_t (&w)[4][4]) const {
-    const float* read = gates(c, kReadK) + 2 * (lane % 4);
+  static __device__ void make_W(const TokenRow& scale, const float (&x)[32], const uint32_t (&v)[4][4],
+                                uint32_t (&w)[4][4]) {
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 scale = *reinterpret_cast<const float2*>(read + 16 * step + i / 2 * 8);
-        const float2 old = unpack<E>(v[step][i]);
+        const float2 f = scale[2 * step + i / 2], old = unpack<E>(v[step][i]);
         const int at = 8 * step + 2 * i;
-        w[step][i] = pack<E>(old.x - scale.x * x[at], old.y - scale.y * x[at + 1]);
+        w[step][i] = pack<E>(old.x - f.x * x[at], old.y - f.y * x[at + 1]);
       }
   }
 
@@ -353,6 +344,37 @@ struct Roles {
       ldmatrix_x4_trans(v[step], block + swizzled(16 * step + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
   }
 
+  // The state, rounded, as operand a; its products with the rows of a tile; and what a chunk adds to it.
+  static __device__ void pack_state(const float (&s)[KD / 2], uint32_t (&state)[KD / 16][4]) {
+#pragma unroll
+    for (int step = 0; step < KD / 16; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[step][i] = pack<E>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
+  }
+  static __device__ void times_tile(float (&x)[32], const uint32_t (&state)[KD / 16][4], uint64_t tile) {
+#pragma unroll
+    for (int step = 0; step < KD / 16; ++step)
+      wgmma_rs_n64<E>(x, state[step], advanced(tile, step / 4 * kBlockBytes + step % 4 * 32), step > 0);
+  }
+  static __device__ void add_writes(float (&s)[KD / 2], const uint32_t (&w)[4][4], uint64_t k_rows) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      if constexpr (KD == 128)
+        wgmma_rs_n128<E, 1>(s, w[step], advanced(k_rows, step * 2048), true);
+      else
+        wgmma_rs_n64<E, 1>(s, w[step], advanced(k_rows, step * 2048), true);
+    }
+  }
+  // Accumulators, rounded, as operand a.
+  static __device__ void pack_columns(const float (&x)[32], uint32_t (&w)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) w[i / 4][i % 4] = pack<E>(x[2 * i], x[2 * i + 1]);
+  }
+  static __device__ void pack_scaled(const float (&x)[32], const TokenRow& scale, uint32_t (&w)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) w[i / 4][i % 4] = pack<E>(x[2 * i] * scale[i / 2].x, x[2 * i + 1] * scale[i / 2].y);
+  }
+
   __device__ void run_chain(int slice) const {
     float s[KD / 2];
     load_state(s, slice);
@@ -367,56 +389,37 @@ struct Roles {
       uint32_t state[KD / 16][4], v[4][4], w[4][4];
       float x[32];
       if constexpr (!summary) keep_state(s, slice, c);
-#pragma unroll
-      for (int step = 0; step < KD / 16; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) state[step][i] = pack<E>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
+      pack_state(s, state);
+      wgmma_fence();
+      times_tile(x, state, k);
+      wgmma_commit();
+      TokenRow scale;  // all that memory has to give comes before the waits
+      load_V(c, slice, v);
+      load_row(key_row(c, kReadK), scale);
+      wgmma_wait<0>();
+      make_W(scale, x, v, w);
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < KD / 16; ++step)
-        wgmma_rs_n64<E>(x, state[step], advanced(k, step / 4 * kBlockBytes + step % 4 * 32), step > 0);
+      for (int step = 0; step < 4; ++step) wgmma_rs_n64<E>(x, w[step], advanced(A, step * 32), step > 0);
       wgmma_commit();
-      [[maybe_unused]] auto hand_state = [&] {
+      if constexpr (!summary) {  // beside the second product, when it delays nothing
         mbarrier_wait(bar(L::kExchangeFree, slice, c), (uint32_t(c / 2) & 1) ^ 1);
 #pragma unroll
         for (int step = 0; step < KD / 16; ++step)
           st_shared_128(to + step * 512, state[step][0], state[step][1], state[step][2], state[step][3]);
         warp_arrive(bar(L::kStateReady, slice, c));
-      };
-      // Beside the first product where registers are short, else beside the second, when it delays nothing.
-      if constexpr (!summary && slices > 1) hand_state();
-      load_V(c, slice, v);
-      wgmma_wait<0>();
-      make_W(c, slice, x, v, w);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 4; ++step) wgmma_rs_n64<E>(x, w[step], advanced(A, step * 32), step > 0);
-      wgmma_commit();
-      if constexpr (!summary && slices == 1) hand_state();
-      const float decay = exp2_fast(gates(c, kG)[kChunk - 1]);
+      }
+      load_row(key_row(c, kWriteK), scale);
+      const float decay = *key_row(c, kDecay);
 #pragma unroll
       for (int i = 0; i < KD / 2; ++i) s[i] *= decay;
       wgmma_wait<0>();
-      const float* write = gates(c, kWriteK) + 2 * (lane % 4);
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 scale = *reinterpret_cast<const float2*>(write + 16 * step + i / 2 * 8);
-          const int at = 8 * step + 2 * i;
-          w[step][i] = pack<E>(x[at] * scale.x, x[at + 1] * scale.y);
-          v[step][i] = pack<E>(x[at], x[at + 1]);
-        }
+      pack_scaled(x, scale, w);
       wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        if constexpr (KD == 128)
-          wgmma_rs_n128<E, 1>(s, w[step], advanced(k_rows, step * 2048), true);
-        else
-          wgmma_rs_n64<E, 1>(s, w[step], advanced(k_rows, step * 2048), true);
-      }
+      add_writes(s, w, k_rows);
       wgmma_commit();
       if constexpr (!summary) {
+        pack_columns(x, v);
 #pragma unroll
         for (int step = 0; step < 4; ++step)
           st_shared_128(to + L::kState / 4 + step * 512, v[step][0], v[step][1], v[step][2], v[step][3]);
@@ -432,18 +435,83 @@ struct Roles {
       store_state(s, slice, a.final_state, work.final);
   }
 
+  // The same with O in the chain's own hands: twelve more products a chunk, but nothing goes through shared memory to
+  // others. O leaves while the next chunk's first product runs.
+  __device__ void run_chain_with_output(int slice) const {
+    float s[KD / 2];
+    uint32_t rows[4][4];  // O of the last chunk
+    load_state(s, slice);
+    if (work.chunks > 0)
+      wait_keys(0);
+    else
+      keep_state(s, slice, 0);
+    for (int c = 0; c < work.chunks; ++c) {
+      const uint64_t k = descriptor(keys(c)), k_rows = descriptor(keys(c), kBlockBytes),
+                     A = descriptor(keys(c) + L::kA), q = descriptor(queries(c)), P = descriptor(queries(c) + L::kP);
+      uint32_t state[KD / 16][4], v[4][4], w[4][4];
+      float x[32], o[32];
+      TokenRow scale;
+      keep_state(s, slice, c);
+      pack_state(s, state);
+      wgmma_fence();
+      times_tile(x, state, k);
+      wgmma_commit();
+      if (c > 0) store_O(c - 1, slice, rows);
+      mbarrier_wait(queries_full(c), queries_parity(c));
+      wgmma_fence();
+      times_tile(o, state, q);
+      wgmma_commit();
+      load_V(c, slice, v);
+      load_row(key_row(c, kReadK), scale);
+      wgmma_wait<1>();
+      make_W(scale, x, v, w);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) wgmma_rs_n64<E>(x, w[step], advanced(A, step * 32), step > 0);
+      wgmma_commit();
+      load_row(key_row(c, kWriteK), scale);
+      const float decay = *key_row(c, kDecay);
+#pragma unroll
+      for (int i = 0; i < KD / 2; ++i) s[i] *= decay;
+      wgmma_wait<0>();
+      pack_scaled(x, scale, w);
+      wgmma_fence();
+      add_writes(s, w, k_rows);
+      wgmma_commit();
+      pack_columns(x, v);
+      load_row(query_row(c), scale);
+      scale_O(scale, o);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) wgmma_rs_n64<E>(o, v[step], advanced(P, step * 32), true);
+      wgmma_commit();
+      if (c + 1 < work.chunks) wait_keys(c + 1);
+      wgmma_wait<0>();
+      warp_arrive(keys_empty(c));
+      warp_arrive(queries_empty(c));
+      pack_columns(o, rows);
+    }
+    if (work.chunks > 0) store_O(work.chunks - 1, slice, rows);
+    if (work.last) store_state(s, slice, a.final_state, work.final);
+  }
+
   // ---- output ----
 
-  // O^T [16 columns of V, 64 tokens] of this warp to memory, through its own part of the exchange.
-  __device__ void store_O(int c, int slice, const float (&o)[32]) const {
-    const uint32_t place = exchange(slice, c) - lane * 16;
+  static __device__ void scale_O(const TokenRow& scale, float (&o)[32]) {
+#pragma unroll
+    for (int b = 0; b < 8; ++b)
+      o[4 * b] *= scale[b].x, o[4 * b + 1] *= scale[b].y, o[4 * b + 2] *= scale[b].x, o[4 * b + 3] *= scale[b].y;
+  }
+
+  // O^T [16 columns of V, 64 tokens] of this warp to memory, through shared memory of its own.
+  __device__ void store_O(int c, int slice, const uint32_t (&o)[4][4]) const {
+    const uint32_t place = rows_place(slice, c);
     auto piece_at = [&](int row, int piece) { return place + row * 32 + ((piece ^ (row >> 2 & 1)) << 4); };
     __syncwarp();
 #pragma unroll
-    for (int b = 0; b < 8; b += 2)
-      stmatrix_x4_trans(piece_at(8 * b + lane / 16 * 8 + lane % 8, lane / 8 % 2), pack<E>(o[4 * b], o[4 * b + 1]),
-                        pack<E>(o[4 * b + 2], o[4 * b + 3]), pack<E>(o[4 * b + 4], o[4 * b + 5]),
-                        pack<E>(o[4 * b + 6], o[4 * b + 7]));
+    for (int step = 0; step < 4; ++step)
+      stmatrix_x4_trans(piece_at(16 * step + lane / 16 * 8 + lane % 8, lane / 8 % 2), o[step][0], o[step][1],
+                        o[step][2], o[step][3]);
     __syncwarp();
     const int first = lane / 2;
     E* out = work.o + (int64_t(c) * kChunk + first) * a.o.stride[1] + 64 * slice + 16 * warp + lane % 2 * 8;
@@ -466,27 +534,19 @@ struct Roles {
 
   __device__ void make_O(int c, int slice) const {
     const uint32_t from = exchange(slice, c), parity = uint32_t(c / 2) & 1;
-    const uint32_t buffer = uint32_t(c % L::kPBuffers);
-    const uint64_t q = descriptor(queries(c)), P = descriptor(smem + L::kP + buffer * kBlockBytes);
+    const uint64_t q = descriptor(queries(c)), P = descriptor(queries(c) + L::kP);
     uint32_t state[KD / 16][4], delta[4][4];
     float o[32];
     mbarrier_wait(bar(L::kStateReady, slice, c), parity);
 #pragma unroll
     for (int step = 0; step < KD / 16; ++step) ld_shared_128(state[step], from + step * 512);
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < KD / 16; ++step)
-      wgmma_rs_n64<E>(o, state[step], advanced(q, step / 4 * kBlockBytes + step % 4 * 32), step > 0);
+    times_tile(o, state, q);
     wgmma_commit();
-    mbarrier_wait(smem + L::kPReady + 8 * buffer, uint32_t(c / L::kPBuffers) & 1);
+    TokenRow scale;
+    load_row(query_row(c), scale);
     wgmma_wait<0>();
-    const float* read =
-        reinterpret_cast<const float*>(bytes + L::kQueryGates + (c % L::kQueryStages) * L::kQueryRows) + 2 * (lane % 4);
-#pragma unroll
-    for (int b = 0; b < 8; ++b) {
-      const float2 scale = *reinterpret_cast<const float2*>(read + 8 * b);
-      o[4 * b] *= scale.x, o[4 * b + 1] *= scale.y, o[4 * b + 2] *= scale.x, o[4 * b + 3] *= scale.y;
-    }
+    scale_O(scale, o);
     mbarrier_wait(bar(L::kDeltaReady, slice, c), parity);
 #pragma unroll
     for (int step = 0; step < 4; ++step) ld_shared_128(delta[step], from + L::kState / 4 + step * 512);
@@ -495,7 +555,8 @@ struct Roles {
     for (int step = 0; step < 4; ++step) wgmma_rs_n64<E>(o, delta[step], advanced(P, step * 32), true);
     wgmma_commit();
     wgmma_wait<0>();
-    store_O(c, slice, o);
+    pack_columns(o, delta);
+    store_O(c, slice, delta);
     warp_arrive(bar(L::kExchangeFree, slice, c));
   }
 
@@ -504,7 +565,6 @@ struct Roles {
       mbarrier_wait(queries_full(c), queries_parity(c));
 #pragma unroll 1
       for (int slice = 0; slice < slices; ++slice) make_O(c, slice);
-      warp_arrive(smem + L::kPFree + 8 * uint32_t(c % L::kPBuffers));
       warp_arrive(queries_empty(c));
     }
   }
