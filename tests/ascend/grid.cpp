@@ -102,9 +102,20 @@ std::vector<std::string> read_grid(const std::string& path) {
   return entries;
 }
 
+std::string mlir_of(const Entry& entry) { return find_kernel(entry.plan.problem.kernel)->emit(entry.plan); }
+
+std::string digest_of(const Entry& entry) {  // FNV-1a
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : mlir_of(entry)) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  std::ostringstream text;
+  text << std::hex << hash;
+  return text.str();
+}
+
 Json record_of(const Entry& entry, const Lowered& lowered) {
   Json json;
   json["case"] = entry.text;
+  json["digest"] = digest_of(entry);
   json["kernel"] = "ascendnpu-ir-1.2.0";
   json["target"] = entry.plan.target.name;
   json["verdict"] = lowered.outcome == Outcome::kFits ? "fits" : lowered.outcome == Outcome::kOverflow ? "overflow" : "none: " + lowered.message;
@@ -167,7 +178,7 @@ std::vector<Lowered> lower_all(const std::vector<Entry>& entries) {
   std::vector<size_t> question_of;
   for (const Entry& entry : entries) {
     const Plan& plan = entry.plan;
-    const std::string text = find_kernel(plan.problem.kernel)->emit(plan);
+    const std::string text = mlir_of(entry);
     const std::string key = std::to_string(int(plan.buffering)) + plan.target.name + text;
     const auto [at, is_new] = known.emplace(key, questions.size());
     if (is_new) questions.push_back({&plan, text, {}});

@@ -24,6 +24,8 @@ Entry parse_entry(const std::string& text);  // std::invalid_argument
 // once.
 std::vector<std::string> read_grid(const std::string& path);
 
+std::string digest_of(const Entry& entry);  // of the MLIR text that the compiler was asked about
+
 // A line of the record, and back: what differences() needs of it.
 nlohmann::ordered_json record_of(const Entry& entry, const Lowered& lowered);
 void judge(const Entry& entry, const Lowered& lowered, nlohmann::ordered_json* record);  // its "verified", "differences"

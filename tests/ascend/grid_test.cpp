@@ -53,6 +53,7 @@ TEST(AscendGrid, PlannerIsTheRecordButForKnownDifferences) {
   ASSERT_FALSE(entries.empty());
   for (const Entry& entry : entries) {
     ASSERT_TRUE(all.count(entry.text)) << entry.text << ": got no record, expected one (thalweg_ascend_tests --record)";
+    EXPECT_EQ(all[entry.text].at("digest"), digest_of(entry)) << entry.text << ": the record is of another text (thalweg_ascend_tests --record)";
     Lowered lowered = lowered_of(all[entry.text]);
     ASSERT_TRUE(lowered.has_verdict()) << entry.text << ": " << lowered.message;
     (lowered.outcome == Outcome::kFits ? fits : overflows)++;
@@ -80,10 +81,13 @@ TEST(AscendGrid, PlannerIsTheRecordButForKnownDifferences) {
             << " do not), everything equal in " << equal << "\n";
 }
 
+// Half of the entries, as their digests fall: that the record is of these very texts is known by those. --record asks about
+// all of them.
 TEST(AscendGrid, CompilerIsTheRecord) {
   std::string reason = compiler_missing();
   if (std::string why = missing(reason.empty(), reason); !why.empty()) GTEST_SKIP() << why;
   std::vector<Entry> entries = grid_entries();
+  std::erase_if(entries, [](const Entry& entry) { return std::string_view("02468ace").find(digest_of(entry).back()) == std::string_view::npos; });
   std::map<std::string, Json> all = record();
   std::vector<Lowered> lowered = lower_all(entries);
   for (size_t i = 0; i < entries.size(); ++i) {
