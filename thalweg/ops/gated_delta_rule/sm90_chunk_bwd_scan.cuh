@@ -392,12 +392,12 @@ struct Scan {
     cuda::sm90::wgmma_fence();
     times_keys(a, tiles.k);
     cuda::sm90::wgmma_commit();
-    publish_state(a, parity);
-    uint32_t v[4][4];
+    uint32_t v[4][4];  // what waits for no product comes before the waits, what the next step needs before the rest
 #pragma unroll
     for (int n = 0; n < 4; ++n) cuda::load_matrices_transposed(v[n], tile_at(lanes.across, at(in.v), 16 * n, warp));
-    float4 Es[4], beta[4], by[4];  // what waits for no product comes before the waits
+    float4 Es[4], beta[4], by[4];
     all_factors(f[kE], Es), all_factors(f[kBeta], beta);
+    publish_state(a, parity);
     cuda::sm90::wgmma_wait<0>();
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -442,9 +442,9 @@ struct Scan {
     cuda::sm90::wgmma_fence();
     advance_tiles(tiles.d_o_decayed, tiles.q);
     cuda::sm90::wgmma_commit();
-    publish_state(a, parity);
     float4 Dns[4], beta[4], by[4];
     all_factors(f[kDn], Dns), all_factors(f[kBeta], beta);
+    publish_state(a, parity);
     cuda::sm90::wgmma_wait<1>();
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
