@@ -64,6 +64,8 @@ std::vector<Named> all_plans() {
                       std::to_string(optional),
                   gate_plan(pass, {.T = 128, .x = x, .g = g, .A_log = (optional & 1) != 0, .dt_bias = optional > 1},
                             mode, boundary));
+      for (const char* pass : {"fwd", "bwd"})
+        add(std::string("gate with a bound ") + pass, gate_plan(pass, {.T = 128, .lower_bound = -5}, mode, boundary));
       for (const int64_t H : {1, 8})
         for (const int64_t part : {32, 64})
           add("topk_dkdv H " + std::to_string(H) + " part " + std::to_string(part),

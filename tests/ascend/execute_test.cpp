@@ -216,7 +216,8 @@ TEST(AscendExecution, TopkKeysAndValues) {
 // ---- By the planner: the texts that `plan --execute` runs ----
 
 TEST(AscendExecution, PlannedTextsOfCutCases) {
-  for (const char* text : {"kda_gate.fwd:f16,T77,HV2,K40,A_log", "kda_gate.bwd:f32,T77,HV2,K40,A_log,dt_bias",
+  for (const char* text : {"kda_gate.fwd:f16,T77,HV2,K40,A_log", "kda_gate.fwd:bf16,T77,HV2,K40,A_log,dt_bias,lower_bound=-5",
+                           "kda_gate.bwd:f32,T77,HV2,K40,A_log,dt_bias,lower_bound=-5", "kda_gate.bwd:f32,T77,HV2,K40,A_log,dt_bias",
                            "gated_delta_rule.fwd/cumsum:bf16,T200,H2,HV4,K64,g", "gated_delta_rule.fwd/state:bf16,T70,H1,HV2,K64,g",
                            "gated_delta_rule.bwd/dv_local:f16,H2,HV4,K64,V32,g,varlen=1+70+64", "gated_delta_rule.bwd/dqkw:bf16,B2,T70,H1,HV2,K64",
                            "block_sparse_attention.bwd/dkdv:bf16,T200,S256,H4,HK2,K64,V32,block_q=64,block_k=64",

@@ -43,12 +43,13 @@ struct GateSizes {
   int64_t T = 0, HV = 3, K = 128, BT = 64;
   thalweg_dtype x = THALWEG_BF16, g = THALWEG_F32;
   bool A_log = true, dt_bias = true;
+  double lower_bound = 0;
 };
 inline Plan gate_plan(const std::string& pass, const GateSizes& s, Mode mode, bool boundary) {
   Plan plan = plan_of("kda_gate." + pass);
   Problem& p = plan.problem;
   p.dtype = s.x, p.out_dtype = s.g, p.T = s.T, p.HV = s.HV, p.K = s.K;
-  p.has_A_log = s.A_log, p.has_dt_bias = s.dt_bias;
+  p.has_A_log = s.A_log, p.has_dt_bias = s.dt_bias, p.lower_bound = s.lower_bound;
   plan.tile = {s.BT, 0, s.K, 0};
   plan.mode = mode, plan.boundary = boundary;
   return plan;

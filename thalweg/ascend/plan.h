@@ -36,6 +36,7 @@ struct Problem {
   int64_t block_q = 0, block_k = 0;        // block_sparse_attention
   int64_t E = 0;                           // sparse_flash_attention: entries of a query's list
   bool has_A_log = false, has_dt_bias = false;  // kda_gate
+  double lower_bound = 0;                  // kda_gate: below 0 the form with a bound
   bool causal = false;                     // dkdv
   bool has_sink = false;                   // dkdv: of the data alone, as lse holds it
   bool reverse = false;                    // cumsum: suffix sums (the backward's)

@@ -25,8 +25,7 @@ void read(const testing::Case& c, Problem& p) {
   if (!takes(p.dtype)) throw std::invalid_argument(where + ": x: dtype, got f64, expected f32, bf16 or f16 (no kernel covers it)");
   if (!takes(p.out_dtype))
     throw std::invalid_argument(where + ": " + second + ": dtype, got f64, expected f32, bf16 or f16 (no kernel covers it)");
-  if (double bound = c.number("lower_bound", 0); bound != 0)
-    throw std::invalid_argument(where + ": lower_bound, got " + c.options.at("lower_bound") + ", expected 0: the softplus form (no kernel covers it)");
+  p.lower_bound = c.number("lower_bound", 0);
   p.has_A_log = c.has("A_log"), p.has_dt_bias = c.has("dt_bias");
   p.T *= p.B * (c.sizes.count("L") ? c.size("L") : 1);  // rows of a head
   p.B = 1, p.H = p.HV;
@@ -58,6 +57,9 @@ void plan_fwd(Plan& plan) {
   int64_t x = int64_t(thalweg_dtype_bytes(p.dtype)), y = int64_t(thalweg_dtype_bytes(p.out_dtype));
   if (plan.target.a5) {
     plan.need.ub = {{"tiles", 6 * n}, {"bias", p.has_dt_bias ? 4 * D : 0}};
+    plan.need_is_predicted = plan.mode == Mode::kSingle && p.lower_bound == 0;
+  } else if (p.lower_bound < 0) {
+    plan.need.ub = {{"y", 4 * n}, {"sigmoid, result", 4 * n}};
     plan.need_is_predicted = plan.mode == Mode::kSingle;
   } else if (plan.mode == Mode::kSingle) {
     plan.need.ub = {{"x", 4 * n}, {"limit, then mask", 4 * n}, {"logarithm", 4 * n}, {"result", 4 * n}, {"select's scratch", 32}};
@@ -77,7 +79,9 @@ void plan_bwd(Plan& plan) {
   int64_t BT = plan.tile.BT, D = plan.tile.K, width = round_up(D, 8), n = BT * width;
   int64_t x = int64_t(thalweg_dtype_bytes(p.dtype)), dg = int64_t(thalweg_dtype_bytes(p.out_dtype));
   auto& ub = plan.need.ub;
-  if (plan.mode == Mode::kSingle) {
+  if (p.lower_bound < 0) {
+    ub = {{"y", 4 * n, p.has_A_log ? 2 : 1}, {"sigmoid", 4 * n}, {"d_g", 4 * n}};
+  } else if (plan.mode == Mode::kSingle) {
     if (p.has_A_log)
       ub = {{"y", 4 * n}, {"softplus", 4 * n}, {"sigmoid", 4 * n}, {"d_g", 4 * n}, {"limit, then mask", 4 * n}, {"select's scratch", 32}};
     else if (dg == 4)
@@ -102,7 +106,7 @@ void plan_bwd(Plan& plan) {
       ub = {{"x as stored", x_bytes, 2}, {"d_g as stored", dg_bytes, 2}};
     plan.scalar_loads = p.has_A_log ? 5 : 0;
   }
-  plan.need_is_predicted = !plan.target.a5;
+  plan.need_is_predicted = !plan.target.a5 && (p.lower_bound == 0 || plan.mode == Mode::kSingle);
   plan.moves = {rows_move("x", false, false, BT, D, x, p.HV), rows_move("d_g", false, false, BT, D, dg, p.HV)};
   if (p.has_dt_bias) plan.moves.push_back(whole_move("dt_bias", false, false, 4 * D));
   plan.moves.push_back(rows_move("d_x", false, true, BT, D, x, p.HV));

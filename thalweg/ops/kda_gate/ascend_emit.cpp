@@ -4,6 +4,11 @@
 //   bwd   d_x = -exp(A_log) d_g sigmoid(y), and sums over the tile's rows that the host adds up: of d_x, for d_dt_bias,
 //         and of d_g g over rows and channels, for d_A_log
 //
+// and with lower_bound < 0, s = sigmoid(exp(A_log) y):
+//
+//   fwd   g = lower_bound s
+//   bwd   d_x = lower_bound exp(A_log) d_g s (1 - s), and sums of d_x, and of d_x y
+//
 // Tensors without gaps: x g d_g d_x [T HV K]; A_log [HV] and dt_bias [HV K] f32, each may be left out; sums f32:
 // bias_sums [NT HV K], A_sums [NT HV], of tile first + px each. Then i32: T, all rows; first and count: the launch does
 // tiles first to first + count - 1 of NT = ceil(T / BT).
@@ -65,6 +70,15 @@ struct GateWriter : Writer {
     if (A_log.name.empty()) return number(-1);
     return negated(exp_scalar("a", load_scalar("A", A_log, t.head)));
   }
+  // 1 / (1 + e^-x)
+  Value sigmoid(const Value& x) {
+    const Value e = apply("e", "math.exp", apply("minus_y", "arith.negf", x)), ones = splat("ones", 1, {BT, K});
+    return combine("sigmoid", "arith.divf", ones, combine("e1", "arith.addf", e, ones));
+  }
+  // exp(A_log) x
+  Value rated(const char* hint, const Value& x, const Value& A_log, const GateTask& t) {
+    return A_log.name.empty() ? x : scaled(hint, x, exp_scalar("a", load_scalar("A", A_log, t.head)));
+  }
   // log(1 + e^y), y above 20.
   Value softplus(const Value& y) {
     const Value limit = splat("limit", 20, {BT, K}), large = compare("large", "arith.cmpf ogt", y, limit);
@@ -89,7 +103,8 @@ struct GateWriter : Writer {
 // Tensors: x, A_log, dt_bias, g.
 std::string emit_kda_gate_fwd(const Plan& plan) {
   GateWriter w("kda_gate_fwd", plan);
-  w.describe("KDA gate, one tile of rows of one value head: g = -exp(A_log) softplus(x + dt_bias).");
+  w.describe(plan.problem.lower_bound < 0 ? "KDA gate, one tile of rows of one value head: g = lower_bound sigmoid(exp(A_log) (x + dt_bias))."
+                                          : "KDA gate, one tile of rows of one value head: g = -exp(A_log) softplus(x + dt_bias).");
   w.describe_sizes();
   const Value x = w.memref_argument("x", element_of(plan.problem.dtype));
   Value A_log, dt_bias;
@@ -98,8 +113,10 @@ std::string emit_kda_gate_fwd(const Plan& plan) {
   const Value g = w.memref_argument("g", element_of(plan.problem.out_dtype));
   w.tail_arguments();
   return w.write([&](const GateTask& t) {
-    const Value y = w.raw(x, dt_bias, t), softplus = w.softplus(y);
-    const Value result = w.convert("g", w.scaled("g", softplus, w.factor(A_log, t)), g.element);
+    const Value y = w.raw(x, dt_bias, t);
+    const double bound = plan.problem.lower_bound;
+    const Value s = bound < 0 ? w.sigmoid(w.rated("a_y", y, A_log, t)) : w.softplus(y);
+    const Value result = w.convert("g", w.scaled("g", s, bound < 0 ? w.number(bound) : w.factor(A_log, t)), g.element);
     w.store(result, w.tile_of(g, t), t.rows);
   });
 }
@@ -108,7 +125,8 @@ std::string emit_kda_gate_fwd(const Plan& plan) {
 std::string emit_kda_gate_bwd(const Plan& plan) {
   GateWriter w("kda_gate_bwd", plan);
   w.describe("KDA gate backward, one tile of rows of one value head, y = x + dt_bias:");
-  w.describe("  d_x = -exp(A_log) d_g sigmoid(y);   A_sums = sum -exp(A_log) d_g softplus(y);   bias_sums = sum d_x.");
+  w.describe(plan.problem.lower_bound < 0 ? "  d_x = lower_bound exp(A_log) d_g s (1 - s), s = sigmoid(exp(A_log) y);   A_sums = sum d_x y;   bias_sums = sum d_x."
+                                          : "  d_x = -exp(A_log) d_g sigmoid(y);   A_sums = sum -exp(A_log) d_g softplus(y);   bias_sums = sum d_x.");
   w.describe_sizes();
   const Element type = element_of(plan.problem.dtype);
   const Value x = w.memref_argument("x", type);
@@ -122,20 +140,29 @@ std::string emit_kda_gate_bwd(const Plan& plan) {
   w.tail_arguments();
   const Shape shape = {w.BT, w.K};
   return w.write([&](const GateTask& t) {
-    const Value y = w.raw(x, dt_bias, t), a = w.factor(A_log, t);
+    const double bound = plan.problem.lower_bound;
+    const Value y = w.raw(x, dt_bias, t), a = bound < 0 ? w.number(bound) : w.factor(A_log, t);
     w.comment("d_g; rows that are not there are 0 and add nothing to the sums");
     const Value slope = w.convert("d_g", w.load("d_g", w.tile_of(d_g, t), t.rows), kF32);
     const Value scaled = w.scaled("a_d_g", slope, a);
     const Value sum_at = w.add("sum_at", w.mul("sum_at", t.tile, w.index(w.HV)), t.head);
-    if (plan.problem.has_A_log) {
-      const Value softplus = w.softplus(y), terms = w.combine("terms", "arith.mulf", scaled, softplus);
+    const auto add_A_sum = [&](const Value& left, const Value& right) {
+      if (!plan.problem.has_A_log) return;
+      const Value terms = w.combine("terms", "arith.mulf", left, right);
       const Value sum = w.sum_over("A_sum", w.sum_over("A_row", terms, 0), 0);
       w.store_scalar(w.element_at("A_sum", sum, {}), A_sums, sum_at);
+    };
+    Value dx;
+    if (bound < 0) {
+      const Value s = w.sigmoid(w.rated("a_y", y, A_log, t)), ones = w.splat("ones", 1, shape);
+      const Value steep = w.combine("steep", "arith.mulf", s, w.combine("rest", "arith.subf", ones, s));
+      dx = w.rated("d_x", w.combine("d_x", "arith.mulf", scaled, steep), A_log, t);
+      add_A_sum(dx, y);
+    } else {
+      if (plan.problem.has_A_log) add_A_sum(scaled, w.softplus(y));
+      w.comment("1 / (1 + e^-y)");
+      dx = w.combine("d_x", "arith.mulf", scaled, w.sigmoid(y));
     }
-    w.comment("1 / (1 + e^-y)");
-    const Value e = w.apply("e", "math.exp", w.apply("minus_y", "arith.negf", y)), ones = w.splat("ones", 1, shape);
-    const Value sigmoid = w.combine("sigmoid", "arith.divf", ones, w.combine("e1", "arith.addf", e, ones));
-    const Value dx = w.combine("d_x", "arith.mulf", scaled, sigmoid);
     if (plan.problem.has_dt_bias) {
       const Value sum = w.sum_over("bias_sum", dx, 0);
       w.store(sum, w.tile(bias_sums, w.mul("bias_at", sum_at, w.index(w.K)), {w.K}, {1}));

@@ -59,6 +59,7 @@ Scene kda_gate_fwd_scene(const Plan& plan) {
   args.x = view(s.x.data(), {1, s.tokens, 1, s.HV, s.K});
   args.A_log = view(s.A_log.data(), {s.HV}), args.dt_bias = view(s.dt_bias.data(), {s.HV, s.K});
   args.g = view(g.data(), {1, s.tokens, 1, s.HV, s.K});
+  args.lower_bound = s.p.lower_bound;
   kda_gate::reference_fwd(&args);
   Scene scene;
   s.add_inputs(&scene);
@@ -80,6 +81,7 @@ Scene kda_gate_bwd_scene(const Plan& plan) {
     args.d_g = view(d_g.data() + at, {1, n, 1, HV, K}), args.d_x = view(d_x.data() + at, {1, n, 1, HV, K});
     args.d_A_log = view(A_sums.data() + i * HV, {HV});
     args.d_dt_bias = view(bias_sums.data() + i * HV * K, {HV, K});
+    args.lower_bound = s.p.lower_bound;
     kda_gate::reference_bwd(&args);
   }
   Scene scene;
