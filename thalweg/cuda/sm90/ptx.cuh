@@ -81,6 +81,13 @@ __device__ inline void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
+// ---- Grids of one stream that overlap (launch_behind.h) ----
+
+// Returns when the grids before this one are done and what they wrote can be read.
+__device__ inline void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The grid behind this one may start, once all blocks of this one have said so or are done.
+__device__ inline void grid_let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- Asynchronous copies ----
 
 // 16 bytes from global to shared memory; zeros when `valid` is false (`src` is not read then).

@@ -37,7 +37,7 @@
 //           against 850) or behind the second product (904); with two slices an output group, which the chains waited
 //           for (305 against 287 at 8x1024). A block of two slices spends 16 us before its first and after its last
 //           chunk: a block that goes from chain to chain would not.
-#include "thalweg/cuda/launch.h"
+#include "thalweg/cuda/sm90/launch_behind.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_prep.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_roles.cuh"
 
@@ -117,10 +117,10 @@ __global__ void __launch_bounds__(Layout<KD, slices, output>::kThreads, 1)
   const int64_t n = head / a.HV, hv = head % a.HV;
   const cuda::Span span = span_of(a, n);
   Work<E> work;
-  if (!make_work(a, span, n, hv, v0, piece, work)) return;
+  if (!make_work(a, span, n, hv, v0, piece, work)) return grid_wait();
   if (!span.valid) {
     if (piece == 0) fill_nan(a, work, span.end - span.begin, KD, kColumns);
-    return;
+    return grid_wait();
   }
   const Roles<E, KD, slices, output> roles{a, maps, work, smem_address(bytes), bytes};
   if (threadIdx.x == 0) L::init_barriers(roles.smem);
@@ -178,9 +178,11 @@ void launch_fwd(const Problem& p, const ChunkArgs& a, const Maps& maps, const Ex
   constexpr int64_t kPrepBytes = slices == 1 ? kPrepGroups * sizeof(PrepSmem<KD>) : 0;
   constexpr int64_t kBytes = L::kBytes > kPrepBytes ? L::kBytes : kPrepBytes;
   static_assert(kBytes <= 227 * 1024 && (slices > 1 || L::kThreads == kPrepThreads));
-  cuda::launch(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices, output>,
-               {a.prep_blocks + p.N * p.HV * (p.V / (64 * slices)) * (a.pieces ? a.pieces : 1)}, L::kThreads, kBytes, a,
-               maps);
+  const int64_t blocks = a.prep_blocks + p.N * p.HV * (p.V / (64 * slices)) * (a.pieces ? a.pieces : 1);
+  if (a.tickets)
+    cuda::launch(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices, output>, {blocks}, L::kThreads, kBytes, a, maps);
+  else
+    launch_behind(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices, output>, blocks, L::kThreads, kBytes, a, maps);
 }
 
 template <class E>

@@ -29,7 +29,7 @@
 //           - An identity's block loads no tile of V, and its barrier expects none.
 // Measured  H200, bf16, microseconds of the whole forward: 1x8192 H2 HV8 K128 91 in 8 pieces; B2 T2048 H4
 //           HV8 K64 36 in pieces of 8 chunks
-#include "thalweg/cuda/launch.h"
+#include "thalweg/cuda/sm90/launch_behind.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_roles.cuh"
 
 namespace thalweg::gated_delta_rule::sm90 {
@@ -42,15 +42,16 @@ __global__ void __launch_bounds__(Layout<KD, 1, Output::kNone>::kThreads, 2)
     chunk_summary(const __grid_constant__ ChunkArgs a, const __grid_constant__ Maps maps) {
   using L = Layout<KD, 1, Output::kNone>;
   extern __shared__ __align__(1024) char bytes[];
+  grid_let_next_start();
   constexpr int kParts = 2 * KD / 64;  // 64 columns of N (V = K), then of M
   const int part = blockIdx.x % kParts, piece = blockIdx.x / kParts % (a.pieces - 1);
   const int64_t head = blockIdx.x / kParts / (a.pieces - 1), n = head / a.HV, hv = head % a.HV;
   const bool is_M = part >= kParts / 2;
-  if (is_M && piece == 0) return;
+  if (is_M && piece == 0) return grid_wait();
   const int column = part % (kParts / 2) * 64;
   const cuda::Span span = span_of(a, n);
   Work<E> work;
-  if (!span.valid || !make_work(a, span, n, hv, column, piece, work) || work.last) return;
+  if (!span.valid || !make_work(a, span, n, hv, column, piece, work) || work.last) return grid_wait();
   work.given_piece = false;
   if (piece > 0) work.start = is_M ? Start::kIdentity : Start::kZero;
   work.final = (((head * (a.pieces - 1) + piece) * 2 + is_M) * KD + column) * KD;
@@ -69,6 +70,8 @@ __global__ void __launch_bounds__(Layout<KD, 1, Output::kNone>::kThreads, 2)
 template <int KD>
 __global__ void __launch_bounds__(kQuarters* KD) piece_states(const __grid_constant__ ChunkArgs a) {
   __shared__ float state[KD][kColumns], sums[kQuarters][KD][kColumns];
+  grid_let_next_start();
+  grid_wait();
   const int k = threadIdx.x % KD, quarter = threadIdx.x / KD, blocks = int(a.V) / kColumns;
   const int64_t head = blockIdx.x / blocks, column = blockIdx.x % blocks * kColumns;
   const cuda::Span span = span_of(a, head / a.HV);
@@ -112,9 +115,9 @@ void launch_of(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exe
   using L = Layout<KD, 1, Output::kNone>;
   static_assert(2 * (L::kBytes + 1024) <= 228 * 1024);  // two blocks, each with what the system takes
   const int64_t heads = p.N * p.HV;
-  cuda::launch(exec, "sm90_chunk_summary", chunk_summary<E, KD>, {heads * (a.pieces - 1) * (2 * KD / 64)}, L::kThreads,
-               L::kBytes, a, maps);
-  cuda::launch(exec, "sm90_chunk_pieces", piece_states<KD>, {heads * (p.V / kColumns)}, kQuarters * KD, 0, a);
+  launch_behind(exec, "sm90_chunk_summary", chunk_summary<E, KD>, heads * (a.pieces - 1) * (2 * KD / 64), L::kThreads,
+                L::kBytes, a, maps);
+  launch_behind(exec, "sm90_chunk_pieces", piece_states<KD>, heads * (p.V / kColumns), kQuarters * KD, 0, a);
 }
 
 }  // namespace

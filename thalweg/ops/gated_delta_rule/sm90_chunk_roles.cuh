@@ -225,6 +225,7 @@ struct Roles {
   // Whether the factors are there is asked before there is room for them, which comes later as a rule.
   __device__ void run_loads() const {
     const bool of_keys = warp < 2;
+    if (warp % 2 == 1) grid_wait();  // a kernel before this one may make the factors
     for (int c = 0; c < work.chunks; ++c) {
       const char* from = warp % 2 == 1 ? wait_factors(c) : nullptr;
       if (of_keys)
@@ -268,7 +269,10 @@ struct Roles {
   }
   __device__ void load_state(float (&s)[KD / 2], int slice) const {
     const thalweg_tensor& t = a.initial_state;
-    if (work.given_piece) return load_state_of(s, slice, static_cast<const float*>(a.starts), 1, KD);
+    if (work.given_piece) {
+      grid_wait();
+      return load_state_of(s, slice, static_cast<const float*>(a.starts), 1, KD);
+    }
     if (work.start == Start::kGiven) switch (t.dtype) {
         case THALWEG_F32:
           return load_state_of(s, slice, static_cast<const float*>(t.data), t.stride[2], t.stride[3]);
