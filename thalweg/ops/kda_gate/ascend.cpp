@@ -78,6 +78,9 @@ void plan_bwd(Plan& plan) {
   const Problem& p = plan.problem;
   int64_t BT = plan.tile.BT, D = plan.tile.K, width = round_up(D, 8), n = BT * width;
   int64_t x = int64_t(thalweg_dtype_bytes(p.dtype)), dg = int64_t(thalweg_dtype_bytes(p.out_dtype));
+  bool one = p.HV == 1;  // the tile is one run
+  int64_t x_bytes = one ? round_up(BT * x * D, 32) : BT * round_up(x * D, 32);
+  int64_t dg_bytes = one ? round_up(BT * dg * D, 32) : BT * round_up(dg * D, 32);
   auto& ub = plan.need.ub;
   if (p.lower_bound < 0) {
     ub = {{"y", 4 * n, p.has_A_log ? 2 : 1}, {"sigmoid", 4 * n}, {"d_g", 4 * n}};
@@ -87,12 +90,10 @@ void plan_bwd(Plan& plan) {
     else if (dg == 4)
       ub = {{"y, then sigmoid", 4 * n}, {"d_g", 4 * n}, {"bias", p.has_dt_bias ? 4 * width : 0}};
     else
-      ub = {{"y, then sigmoid", 4 * n}, {"d_g", 4 * n}, {"d_g as stored", 2 * n}};
+      ub = {{"y, then sigmoid", 4 * n}, {"d_g", 4 * n}, {"d_g as stored", dg_bytes}};
   } else {
     bool wide = x == 4, narrow = x == 2 && dg == 2, bias = p.has_dt_bias, padded = is_padded(p);
-    bool one = p.HV == 1;  // the tile is one run
-    int64_t x_bytes = one ? round_up(BT * x * D, 32) : BT * round_up(x * D, 32);
-    int64_t dg_bytes = one ? round_up(BT * dg * D, 32) : BT * round_up(dg * D, 32), tile = 4 * n;
+    int64_t tile = 4 * n;
     if (p.has_A_log)
       ub = {{"y, softplus, sigmoid, d_g, mask, result", tile, 6 + (wide && (dg == 4 || (bias && !one) || plan.boundary)) + (x == 2 && dg == 4 && one) - (narrow && padded)},
             {"x as stored", 4 * BT * D}};
