@@ -25,16 +25,25 @@ __device__ inline PrepItem find_slot(const ChunkArgs& a, int64_t slot, int h) {
   return {place, h, slot};
 }
 
+// Slot of rank i: first the last chunks of all sequences, were these of one length, and at the end the first ones, so
+// that the factors with which all chains begin are the ones that are still in L2. Of N sequences, `each` slots in each.
+__device__ inline int64_t in_order(int64_t i, unsigned each, unsigned N) {
+  if (i >= int64_t(each) * N) return i;
+  const unsigned back = unsigned(i) / N;
+  return int64_t(unsigned(i) - back * N) * each + (each - 1 - back);
+}
+
 template <class E, int KD>
 __device__ void run_slots(const ChunkArgs& a, const Maps& maps, char* bytes) {
   const int group = threadIdx.x / kGroup;
   const int64_t slots = a.B * a.T / kChunk + a.N, step = int64_t(gridDim.x) * kPrepGroups;
+  const unsigned N = unsigned(a.N), each = N > 0 && slots < INT32_MAX ? unsigned(slots) / N : 0;
   make_factors<E, KD>(
       a, maps, reinterpret_cast<PrepSmem<KD>*>(bytes)[group], blockIdx.x + int64_t(group) * gridDim.x, step,
       slots * a.H, threadIdx.x % kGroup, 1 + group,
       [&](int64_t i) {
         const int64_t slot = i < INT32_MAX ? unsigned(i) / unsigned(a.H) : i / a.H;  // the short division is faster
-        return find_slot(a, slot, int(i - slot * a.H));
+        return find_slot(a, in_order(slot, each, N), int(i - slot * a.H));
       },
       [](const char*) {});
 }
