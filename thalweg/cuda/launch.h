@@ -1,4 +1,5 @@
-// The only place that launches kernels: limits and errors are looked at here, once for all.
+// Launches kernels: limits and errors are looked at here, once for all. Those that may start while the kernel before
+// them ends: sm90/launch_behind.h.
 #ifndef THALWEG_CUDA_LAUNCH_H
 #define THALWEG_CUDA_LAUNCH_H
 

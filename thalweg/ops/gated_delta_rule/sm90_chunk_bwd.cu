@@ -44,7 +44,9 @@
 //           H16 HV32 460 (prep 57, scans 241, gradients 162 by a profiler); packed 4x2048 462; 1x32768 1777; 1x8192 H2
 //           HV8 243 (17, 177, 41); B2 T2048 H4 HV8 K = V = 64 67. At 1x8192 the kernels move 1.5 GB, 360 at the rate of
 //           a copy: scans at 70 % and gradients at 77 % of the memory's rate. With 8 value heads the scans are a chain
-//           of 128 chunks, 2600 clocks each, where the products take 900
+//           of 128 chunks, 2600 clocks each, where the products take 900. By records without d_o, whose tiles do not
+//           come by TMA then: 600, 530, -, 363, 76. Scans and gradients that start while the kernel before them ends:
+//           237 with 8 value heads, but 494 and 2016 for the first and the third, lost
 #include "thalweg/ops/gated_delta_rule/problem.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_grad.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_prep.cuh"

@@ -23,16 +23,16 @@
 // Numerics  operands bf16 or f16, sums and state float32; exponents never positive; mask by selection
 // Traps     - Tiles past the sequence's end are zero, so no product sees another sequence's rows: a last chunk with
 //             fewer rows is copied, not fetched by TMA.
-//           - What plain stores made and bulk copies read needs a proxy fence: for factors the reader's, after its flag.
+//           - What plain stores made and bulk copies read needs a proxy fence: for factors the reader's, behind a flag.
 //           - Whether a flag is up is asked before there is room for the tile: the answer takes as long as a tile.
 //           - ptxas counts a product as in flight over a loop's end, whatever was waited for (C7517): O is rounded
 //             before the loop ends, and those registers leave in the next round.
-// Measured  H200, h0 and final state, microseconds in all, by a driver. 1x8192 H16 HV32 K128: 239 with P made by a
-//           group of the chain's block (2770 clocks a chunk), 188 with P from the factors, rows of factors in registers
-//           before the waits and a warp for each stream of loads, 177 with flags asked first (2160 clocks: 640 of
-//           products, the rest their latency, shared memory and the output group's products in between). 1x32768: 925
-//           -> 651; 1x8192 H2 HV8: 95 -> 91; packed 4x2048: 174 -> 147, and 8x1024 HV64: 316 -> 270 (60 and 92 of them
-//           factors); packed 4x8192 HV64: 1003 -> 850; B2 T2048 H4 HV8 K64: 37.5 -> 36.
+// Measured  H200, h0 and final state, microseconds in all. 1x8192 H16 HV32 K128: 239 with P made by a group of the
+//           chain's block (2770 clocks a chunk), 188 with P from the factors, rows of factors in registers before the
+//           waits and a warp for each stream of loads, 177 with flags asked first (2160 clocks: 640 of products, the
+//           rest their latency, shared memory and the output group's products in between). In records: 177; 1x32768
+//           656; 1x8192 H2 HV8 88; packed 4x2048 142, 8x1024 HV64 271, 4x8192 HV64 896 (by a driver 140, 257, 838: 60,
+//           92 and 270 of them factors); B2 T2048 H4 HV8 K64 39. g, beta or q, k, v of other strides: the same
 //           Lost: O by the chain with one slice (237 against 226); O's first product before the last O leaves (893
 //           against 850) or behind the second product (904); with two slices an output group, which the chains waited
 //           for (305 against 287 at 8x1024). A block of two slices spends 16 us before its first and after its last
