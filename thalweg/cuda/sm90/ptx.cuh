@@ -28,22 +28,9 @@ __device__ inline void mbarrier_arrive_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(bar), "r"(bytes)
                : "memory");
 }
-// Arrives when all cp_async_16 of this thread so far have landed; counts as one of the barrier's arrivals.
-__device__ inline void mbarrier_arrive_after_cp_async(uint32_t bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
 __device__ inline bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
   uint32_t done;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
-               : "=r"(done)
-               : "r"(bar), "r"(parity)
-               : "memory");
-  return done;
-}
-// The same without waiting for a while.
-__device__ inline bool mbarrier_test(uint32_t bar, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
                : "=r"(done)
                : "r"(bar), "r"(parity)
                : "memory");
@@ -117,14 +104,6 @@ __device__ inline void tensor_load_5d(uint32_t dst, const void* map, int x0, int
       "l"(map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(bar)
       : "memory");
 }
-__device__ inline void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
-               : "memory");
-}
-__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// The sources of this thread's bulk stores have been read / the stores are done.
-__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---- 8x8 matrices of 16-bit elements between shared memory and registers; lane l gives the address of row l ----
 
@@ -152,9 +131,6 @@ __device__ inline void stmatrix_x4_trans(uint32_t address, uint32_t a, uint32_t 
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
-}
-__device__ inline void st_shared_32(uint32_t address, uint32_t x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 __device__ inline void st_shared_128(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
