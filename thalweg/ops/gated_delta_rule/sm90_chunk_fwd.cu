@@ -18,7 +18,7 @@
 // Tile      M = 64 columns of V, everything transposed, so the state stays in the chain group's accumulators (float32)
 //           and is operand a of the next products from registers. The output group gets the same registers through
 //           shared memory, thread by thread, as 16-bit operands.
-// Smem      see Layout: 211 to 226 KiB, one block a multiprocessor
+// Smem      see Layout: 211 to 225 KiB, one block a multiprocessor
 // Regs      setmaxnreg: chain 240, output 152, loads 56 with one slice; 224 (twice), 56 with two; factors 168
 // Numerics  operands bf16 or f16, sums and state float32; exponents never positive; mask by selection
 // Traps     - Tiles past the sequence's end are zero, so no product sees another sequence's rows: a last chunk with

@@ -11,7 +11,7 @@
 // Grid      a warpgroup a chunk and key head, item after item; its value heads in pairs, gates of four at once
 // Tile      q k^T and k k^T by wgmma: warp w has rows [16 w, 16 w + 16) of L and P. Of A it has row block w of a pair's
 //           first head and 3 - w of the second, so that all warps have as much to do
-// Smem      K = 128: 73 KiB a group. The next item's tiles come while the last pair's inverse is made.
+// Smem      K = 128: 75 KiB a group. The next item's tiles come while the last pair's inverse is made.
 // Order     X = (I + L)^-1 by blocks of 16: X_ww by float32 substitution, a lane a column (two heads a warp); then
 //           along the row
 //             X_wj = -(sum over j < m <= w of X_wm L_mj) X_jj,   j = w-1 ... 0

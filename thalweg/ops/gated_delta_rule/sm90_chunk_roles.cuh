@@ -379,6 +379,28 @@ struct Roles {
     for (int i = 0; i < 16; ++i) w[i / 4][i % 4] = pack<E>(x[2 * i] * scale[i / 2].x, x[2 * i + 1] * scale[i / 2].y);
   }
 
+  // V'^T = W^T A^T, in flight afterwards.
+  static __device__ void start_deltas(const uint32_t (&w)[4][4], uint64_t A, float (&x)[32]) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) wgmma_rs_n64<E>(x, w[step], advanced(A, step * 32), step > 0);
+    wgmma_commit();
+  }
+  // The state after the chunk, in flight afterwards; all products before it, V'^T in x the last, are done then.
+  __device__ void start_state(int c, const float (&x)[32], uint64_t k_rows, float (&s)[KD / 2]) const {
+    TokenRow scale;
+    uint32_t w[4][4];
+    load_row(key_row(c, kWriteK), scale);
+    const float decay = *key_row(c, kDecay);
+#pragma unroll
+    for (int i = 0; i < KD / 2; ++i) s[i] *= decay;
+    wgmma_wait<0>();
+    pack_scaled(x, scale, w);
+    wgmma_fence();
+    add_writes(s, w, k_rows);
+    wgmma_commit();
+  }
+
   __device__ void run_chain(int slice) const {
     float s[KD / 2];
     load_state(s, slice);
@@ -402,10 +424,7 @@ struct Roles {
       load_row(key_row(c, kReadK), scale);
       wgmma_wait<0>();
       make_W(scale, x, v, w);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 4; ++step) wgmma_rs_n64<E>(x, w[step], advanced(A, step * 32), step > 0);
-      wgmma_commit();
+      start_deltas(w, A, x);
       if constexpr (!summary) {  // beside the second product, when it delays nothing
         mbarrier_wait(bar(L::kExchangeFree, slice, c), (uint32_t(c / 2) & 1) ^ 1);
 #pragma unroll
@@ -413,15 +432,7 @@ struct Roles {
           st_shared_128(to + step * 512, state[step][0], state[step][1], state[step][2], state[step][3]);
         warp_arrive(bar(L::kStateReady, slice, c));
       }
-      load_row(key_row(c, kWriteK), scale);
-      const float decay = *key_row(c, kDecay);
-#pragma unroll
-      for (int i = 0; i < KD / 2; ++i) s[i] *= decay;
-      wgmma_wait<0>();
-      pack_scaled(x, scale, w);
-      wgmma_fence();
-      add_writes(s, w, k_rows);
-      wgmma_commit();
+      start_state(c, x, k_rows, s);
       if constexpr (!summary) {
         pack_columns(x, v);
 #pragma unroll
@@ -469,19 +480,8 @@ struct Roles {
       load_row(key_row(c, kReadK), scale);
       wgmma_wait<1>();
       make_W(scale, x, v, w);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 4; ++step) wgmma_rs_n64<E>(x, w[step], advanced(A, step * 32), step > 0);
-      wgmma_commit();
-      load_row(key_row(c, kWriteK), scale);
-      const float decay = *key_row(c, kDecay);
-#pragma unroll
-      for (int i = 0; i < KD / 2; ++i) s[i] *= decay;
-      wgmma_wait<0>();
-      pack_scaled(x, scale, w);
-      wgmma_fence();
-      add_writes(s, w, k_rows);
-      wgmma_commit();
+      start_deltas(w, A, x);
+      start_state(c, x, k_rows, s);
       pack_columns(x, v);
       load_row(query_row(c), scale);
       scale_O(scale, o);
