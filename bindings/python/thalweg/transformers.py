@@ -11,7 +11,7 @@ known. From 5.15 on a layer calls functions of its modeling module by name, so t
 keeps functions as attributes that its constructor sets; there a descriptor on the class answers in their place.
 
 Packed sequences: `cu_seq_lens_q` (and `seq_idx`) reach the recurrence and the convolution alike. transformers 5.15 and
-later pass them to the layers; 5.3 does not.
+later hand them on themselves; before, decoder layers are made to hand `cu_seq_lens_q` to their linear attention.
 """
 
 from __future__ import annotations
@@ -199,8 +199,29 @@ def _short_convolution_forward(original):
             return original(self, hidden_states, cache=cache, use_precomputed=use_precomputed, **kwargs)
         state = F.pad(cache, (1, 0)) if use_precomputed else None
         y, state = ops.short_conv(hidden_states, self.weight.squeeze(1), self.bias, initial_state=state,
-                                  output_final_state=True, activation="silu")  # fmt: skip
+                                  cu_seqlens=getattr(self, "cu_seq_lens_q", None), output_final_state=True,
+                                  activation="silu")  # fmt: skip
         return y, state[..., 1:].to(hidden_states.dtype)
+
+    return forward
+
+
+def _decoder_layer_forward(original):
+    """Before 5.15 a decoder layer gets the borders of packed sequences and keeps them from its linear attention, which
+    has no argument for them: during the call it, and the convolutions in it, have them as an attribute."""
+
+    def forward(self, *args, **kwargs):
+        attention, borders = getattr(self, "linear_attn", None), kwargs.get("cu_seq_lens_q")
+        if attention is None or borders is None:
+            return original(self, *args, **kwargs)
+        modules = [attention, *attention.children()]
+        for module in modules:
+            module.cu_seq_lens_q = borders
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for module in modules:
+                del module.cu_seq_lens_q
 
     return forward
 
@@ -216,7 +237,7 @@ _FUNCTIONS = {
     "causal_conv1d_update": _conv_update,
 }
 
-_ATTRIBUTES = {  # of the layers before 5.15
+_ATTRIBUTES = {  # of the linear attention before 5.15
     "chunk_gated_delta_rule": _gated_delta_rule,
     "recurrent_gated_delta_rule": _recurrent_gated_delta_rule,
     "causal_conv1d_fn": _conv,
@@ -224,8 +245,12 @@ _ATTRIBUTES = {  # of the layers before 5.15
 }
 
 
+_WHOLE_SEQUENCES = ("chunk_gated_delta_rule", "causal_conv1d_fn")
+
+
 class _Override:
-    """Answers for an attribute that instances set in their constructor: the replacement, knowing what they set."""
+    """Answers for an attribute that instances set in their constructor: the replacement, knowing what they set, and the
+    borders of packed sequences where the instance has them."""
 
     def __init__(self, name, replacement):
         self.name, self.replacement = name, replacement
@@ -235,15 +260,17 @@ class _Override:
             return self
         if self.name not in instance.__dict__:
             raise AttributeError(self.name)
-        return _bound(self.replacement, instance.__dict__[self.name])
+        borders = instance.__dict__.get("cu_seq_lens_q") if self.name in _WHOLE_SEQUENCES else None
+        more = {} if borders is None else {"cu_seq_lens_q": borders}
+        return _bound(self.replacement, instance.__dict__[self.name], **more)
 
     def __set__(self, instance, value):
         instance.__dict__[self.name] = value
 
 
-def _bound(replacement, original):
+def _bound(replacement, original, **more):
     def function(*args, **kwargs):
-        return replacement(original, *args, **kwargs)
+        return replacement(original, *args, **kwargs, **more)
 
     function.__name__ = getattr(original, "__name__", replacement.__name__)
     return function
@@ -258,6 +285,8 @@ def _patch_module(module) -> None:
                 for name, replacement in _ATTRIBUTES.items():
                     if name in layer.__init__.__code__.co_names:
                         _replace(layer, name, _Override(name, replacement))
+            elif layer.__name__.endswith("DecoderLayer"):
+                _replace(layer, "forward", _decoder_layer_forward(layer.forward))
             elif layer.__name__.endswith("ShortConvolution"):
                 _replace(layer, "forward", _short_convolution_forward(layer.forward))
     else:

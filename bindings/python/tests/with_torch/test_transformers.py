@@ -1,6 +1,7 @@
 """patch_transformers: tiny random models, made from configurations, answer and learn as they do without the patch.
 
-Runs with any transformers from 5.3.0 on; models that the installed one lacks are skipped by name.
+Runs with any transformers from 5.3.0 on; models that the installed one lacks are skipped by name. Every model runs on the
+CPU and, where thalweg.torch runs on one, on the GPU.
 """
 
 import importlib
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 import thalweg  # noqa: E402
+import thalweg.torch as ops  # noqa: E402
 from thalweg.transformers import MODELS  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -80,9 +82,15 @@ def build(name):
     return causal(getattr(configuration, config_name)(**values)).eval()
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+GPU = torch.cuda.is_available() and ops.runs_on(torch.device("cuda", 0))
+ON_CPU = [pytest.param((name, "cpu"), id=name) for name in CONFIGS]
+ON_GPU = [pytest.param((name, "cuda"), id=f"{name}-cuda") for name in CONFIGS if GPU]
+
+
+@pytest.fixture(scope="module", params=ON_CPU + ON_GPU)
 def model(request):
-    return build(request.param)
+    name, device = request.param
+    return build(name).to(device)
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +106,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def float32_is_float32():
+    """The torch path's convolution would round its inputs to TF32 on a GPU."""
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 class patched:
@@ -143,8 +160,9 @@ def rule(model) -> str:
     return "gated_delta_rule" if hasattr(model.config, "linear_num_value_heads") else "kimi_delta_attention"
 
 
-def tokens(batch, length, seed=0):
-    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+def tokens(model, batch, length):
+    ids = torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(0))
+    return ids.to(model.device)
 
 
 def close(got, expected, tolerance=1e-4, what=""):
@@ -175,7 +193,7 @@ def same_step(got, expected):
 
 
 def test_training_step(model):
-    ids = tokens(2, 70)
+    ids = tokens(model, 2, 70)
     expected = learn(model, ids)
     with patched(f"{rule(model)}_fwd", f"{rule(model)}_bwd", *FORWARD, *BACKWARD):
         got = learn(model, ids)
@@ -184,7 +202,7 @@ def test_training_step(model):
 
 
 def test_padded_training_batch(model):
-    ids = tokens(2, 20)
+    ids = tokens(model, 2, 20)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     arguments = dict(attention_mask=mask)
@@ -197,7 +215,7 @@ def test_padded_training_batch(model):
 
 def test_generate_from_a_padded_batch(model):
     """Greedy decoding with a cache from left-padded prompts: the same tokens, and logits to rounding."""
-    ids = tokens(3, 9)
+    ids = tokens(model, 3, 9)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     mask[2, :8] = 0
@@ -215,7 +233,7 @@ def test_generate_from_a_padded_batch(model):
 
 def test_cache_in_pieces(model):
     """Prefill, three tokens at once where transformers can, then single ones, against one pass over everything."""
-    ids = tokens(2, 12)
+    ids = tokens(model, 2, 12)
     borders = [0, 6, 9, 10, 11, 12] if PACKS else [0, 9, 10, 11, 12]
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
@@ -223,27 +241,27 @@ def test_cache_in_pieces(model):
             pieces, cache = [], {}
             for start, end in zip(borders, borders[1:]):
                 if start and not PACKS:
-                    cache["cache_position"] = torch.arange(start, end)
+                    cache["cache_position"] = torch.arange(start, end, device=model.device)
                 out = model(ids[:, start:end], use_cache=True, **cache)
                 pieces.append(out.logits)
                 cache = {"cache": out.cache} if hasattr(out, "cache") else {"past_key_values": out.past_key_values}
     close(torch.cat(pieces, 1), whole)
 
 
-@pytest.mark.skipif(not PACKS, reason="layers of the first transformers 5 are not told of packed sequences")
 @pytest.mark.parametrize("lengths", [[17, 1, 30, 22]])
 def test_packed_training(model, lengths):
     """Sequences packed into one row learn what they learn one by one."""
-    ids = tokens(1, sum(lengths))
+    ids = tokens(model, 1, sum(lengths))
     pieces = ids.split(lengths, 1)
     borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    arguments = dict(
+    told = dict(
         position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
         cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=max(lengths), max_length_k=max(lengths),
         seq_idx=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(torch.int32),
     )  # fmt: skip
+    arguments = {n: x.to(model.device) if isinstance(x, torch.Tensor) else x for n, x in told.items()}
     model.zero_grad()
-    weights = torch.randn(1, sum(lengths), VOCABULARY, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(1, sum(lengths), VOCABULARY, generator=torch.Generator().manual_seed(1)).to(model.device)
     expected = torch.cat([model(piece, use_cache=False).logits for piece in pieces], 1)
     (expected * weights).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -264,7 +282,7 @@ def distance(step, exact):
 
 def test_bfloat16(model):
     """No farther from float32 than the torch path is, to a factor."""
-    ids = tokens(2, 40)
+    ids = tokens(model, 2, 40)
     exact = learn(model, ids)
     try:
         model.to(torch.bfloat16)
@@ -280,9 +298,9 @@ def test_bfloat16(model):
 
 def test_autocast(model):
     """Under autocast to bfloat16, no farther from float32 than the torch path is, to a factor."""
-    ids = tokens(2, 40)
+    ids = tokens(model, 2, 40)
     exact = learn(model, ids)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16):
         torch_path = learn(model, ids)
         with patched(*FORWARD, *BACKWARD):
             got = learn(model, ids)
@@ -291,7 +309,7 @@ def test_autocast(model):
 
 
 def test_gradient_checkpointing(model):
-    ids = tokens(2, 20)
+    ids = tokens(model, 2, 20)
     with patched(*FORWARD, *BACKWARD):
         expected = learn(model, ids)
         try:
@@ -305,7 +323,7 @@ def test_gradient_checkpointing(model):
 
 
 def test_other_devices_go_to_what_was_there(model):
-    """Tensors that are not on the CPU, here without data, never reach the library."""
+    """Tensors on neither, here without data, never reach the library."""
     with patched() as state:
         name = model.config.model_type.removesuffix("_text")
         layer = next(
@@ -376,7 +394,7 @@ def test_models_made_under_the_patch_work_without_it():
     before = build("qwen3_next")
     with patched():
         model = build("qwen3_next")
-    ids = tokens(1, 20)
+    ids = tokens(model, 1, 20)
     recorder = Recorder()
     with torch.no_grad(), recorder:
         assert model(ids).logits.equal(before(ids).logits)
