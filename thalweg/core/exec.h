@@ -29,9 +29,9 @@ struct Exec {
   int32_t* report;  // CUDA: device i32[4] or null (core/report.h)
 };
 
-// Runs task(arg, i, slot) for i in [0, num_tasks), at most num_slots at once, in ascending order of
-// start; slot is in [0, num_slots) and belongs to one running body, so its workspace is private.
-// Which slot runs which task is not fixed: results must not depend on it.
+// Runs task(arg, i, slot) for i in [0, num_tasks), at most num_slots at once; slot is in [0, num_slots)
+// and belongs to one running body, so its workspace is private. A slot's first task has its own number, the
+// others are taken in ascending order. Which slot runs those is not fixed: results must not depend on it.
 void parallel_tasks(const Exec& exec, int64_t num_tasks, int64_t num_slots,
                     void (*task)(void* arg, int64_t i, int64_t slot), void* arg);
 
