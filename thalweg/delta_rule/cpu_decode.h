@@ -19,8 +19,9 @@ namespace {
 template <class Args>
 constexpr bool kChannelDecay = requires(Args a) { a.lower_bound; };
 
-constexpr int kRows = 4;           // V contiguous: rows at a time
-constexpr int64_t kAhead = 16;     // rows that prefetches run ahead
+// V contiguous: the vectors of columns whose sums, or u, or both, stay in registers down the rows.
+constexpr int kSumVectors = kVectorRegisters / 4, kUpdateVectors = 8, kBothVectors = kVectorRegisters == 32 ? 8 : 2;
+constexpr int64_t kAhead = 8;      // rows that prefetches run ahead
 constexpr int64_t kMaxPairs = 16;  // (sequence, value head) pairs of a task
 constexpr int64_t kLine = 64;      // bytes
 
@@ -62,64 +63,64 @@ void finish(Step& step, int64_t V) {
 
 enum Dots { kNoDots, kOwnState, kUpdatedState };
 
-// R rows of a state from row i on, one vector of columns after the other: the update of `old`, the sums of
-// `next`, or both in one pass over the state that they share. S is how the state is stored.
-template <class S, bool kChannel, int R, bool kUpdate, Dots kDots>
-[[gnu::always_inline]] inline void v_rows(const Step* old, Step* next, int64_t i, int64_t V) {
+// C vectors of columns of a state from column j on, down its rows: the update of `old`, the sums of `next`, or both in
+// one pass over the state that they share. S is how the state is stored; `lanes` is a constant where vectors are
+// whole, which then cost no mask.
+template <class S, bool kChannel, int C, bool kUpdate, Dots kDots>
+[[gnu::always_inline]] inline void panel(const Step* old, Step* next, int64_t K, int64_t j, int64_t lanes) {
   using Element = typename S::Element;
   const State from = kUpdate ? old->from : next->from;
   const State to = kUpdate ? old->to : State{nullptr, 0};
-  const Element* row = static_cast<const Element*>(from.data) + i * from.stride;
-  Element* out = static_cast<Element*>(to.data) + (kUpdate ? i * to.stride : 0);
-  vf k_old[R], decay[R], k[R], q[R];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-    if (kUpdate) k_old[r] = set1(old->keys->k[i + r]), decay[r] = set1(old->decay[kChannel ? i + r : 0]);
-    if (kDots != kNoDots) k[r] = set1(next->dk[i + r]), q[r] = set1(next->dq[i + r]);
-  }
-  // `lanes` is a constant in the loop below: whole vectors then cost no mask.
-  auto column = [&](int64_t j, int64_t lanes) __attribute__((always_inline)) {
-    vf s, z, u;
-    if (kDots != kNoDots) s = load(next->s + j), z = load(next->z + j);
-    if (kUpdate) u = load(old->u + j);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      if (kDots == kOwnState && j * int64_t(sizeof(Element)) % kLine == 0)
-        prefetch(row + (kAhead + r) * from.stride + j);
-      const Element* p = row + r * from.stride + j;
-      vf x = lanes == kLanes ? S::load(p) : S::load_n(p, lanes);
+  // The update alone goes back up, to the rows that are still in L1.
+  constexpr int64_t kDown = kDots == kNoDots ? -1 : 1;
+  int64_t i = kDown > 0 ? 0 : K - 1;
+  const Element* row = static_cast<const Element*>(from.data) + i * from.stride + j;
+  Element* out = static_cast<Element*>(to.data) + (kUpdate ? i * to.stride + j : 0);
+  vf s[C], z[C], u[C], decay = zero();
+  each<C>([&](int64_t c) {
+    if (kDots != kNoDots) s[c] = z[c] = zero();
+    if (kUpdate) u[c] = load(old->u + j + c * kLanes);
+  });
+  if (kUpdate) decay = set1(old->decay[0]);
+  for (int64_t n = 0; n < K; ++n, i += kDown, row += kDown * from.stride, out += kDown * to.stride) {
+    vf k_old = zero(), k = zero(), q = zero();
+    if (kUpdate) k_old = set1(old->keys->k[i]);
+    if (kUpdate && kChannel) decay = set1(old->decay[i]);
+    if (kDots != kNoDots) k = set1(next->dk[i]), q = set1(next->dq[i]);
+    each<C>([&](int64_t c) {
+      const int64_t at = c * kLanes;
+      if (kDots == kOwnState && at * int64_t(sizeof(Element)) % kLine == 0) prefetch(row + kAhead * from.stride + at);
+      vf x = lanes == kLanes ? S::load(row + at) : S::load_n(row + at, lanes);
       if (kUpdate) {
-        x = fma(k_old[r], u, decay[r] * x);
-        if (lanes == kLanes) S::store(out + r * to.stride + j, x);
-        else S::store_n(out + r * to.stride + j, x, lanes);
+        x = fma(k_old, u[c], decay * x);
+        if (lanes == kLanes) S::store(out + at, x);
+        else S::store_n(out + at, x, lanes);
       }
-      if (kDots != kNoDots) s = fma(x, k[r], s), z = fma(x, q[r], z);
-    }
-    if (kDots != kNoDots) store(next->s + j, s), store(next->z + j, z);
-  };
-  const int64_t whole = V / kLanes * kLanes, rest = V - whole;
-  for (int64_t j = 0; j < whole; j += kLanes) column(j, kLanes);
-  if (rest) column(whole, rest);
+      if (kDots != kNoDots) s[c] = fma(x, k, s[c]), z[c] = fma(x, q, z[c]);
+    });
+  }
+  if (kDots != kNoDots)
+    each<C>([&](int64_t c) { store(next->s + j + c * kLanes, s[c]), store(next->z + j + c * kLanes, z[c]); });
+}
+
+// The columns from j up to `end`, whole vectors, by panels of C and then of fewer.
+template <class S, bool kChannel, int C, bool kUpdate, Dots kDots>
+[[gnu::always_inline]] inline void panels(const Step* old, Step* next, int64_t K, int64_t j, int64_t end) {
+  for (; j + C * kLanes <= end; j += C * kLanes) panel<S, kChannel, C, kUpdate, kDots>(old, next, K, j, kLanes);
+  if constexpr (C > 1) panels<S, kChannel, C / 2, kUpdate, kDots>(old, next, K, j, end);
 }
 
 template <class S, bool kChannel, bool kUpdate, Dots kDots>
 [[gnu::noinline]] void advance_as(const Step* old, Step* next, int64_t K, int64_t V) {
-  // The update alone goes back up, to the rows that are still in L1.
-  int64_t i = kDots == kNoDots ? K : 0;
-  if (kDots == kNoDots) {
-    for (; i >= kRows; i -= kRows) v_rows<S, kChannel, kRows, kUpdate, kDots>(old, next, i - kRows, V);
-    for (; i >= 1; --i) v_rows<S, kChannel, 1, kUpdate, kDots>(old, next, i - 1, V);
-  } else {
-    for (; i + kRows <= K; i += kRows) v_rows<S, kChannel, kRows, kUpdate, kDots>(old, next, i, V);
-    for (; i < K; ++i) v_rows<S, kChannel, 1, kUpdate, kDots>(old, next, i, V);
-  }
+  constexpr int C = kDots == kNoDots ? kUpdateVectors : kUpdate ? kBothVectors : kSumVectors;
+  const int64_t whole = V / kLanes * kLanes;
+  panels<S, kChannel, C, kUpdate, kDots>(old, next, K, 0, whole);
+  if (whole < V) panel<S, kChannel, 1, kUpdate, kDots>(old, next, K, whole, V - whole);
 }
 
 // Stores the state of `old` (if there is one to store) while `next` (if any) reads its own.
 template <class S, bool kChannel>
 void advance(const Step* old, Step* next, int64_t K, int64_t V) {
-  if (next)
-    for (int64_t j = 0; j < V; j += kLanes) store(next->s + j, zero()), store(next->z + j, zero());
   if (!next) advance_as<S, kChannel, true, kNoDots>(old, next, K, V);
   else if (!old) advance_as<S, kChannel, false, kOwnState>(old, next, K, V);
   else advance_as<S, kChannel, true, kUpdatedState>(old, next, K, V);

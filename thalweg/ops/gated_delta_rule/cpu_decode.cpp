@@ -8,25 +8,27 @@
 // Threads  a task is a run of at most 16 neighbouring (sequence, value head) pairs; pairs are independent, so
 //          how they are cut into tasks changes no bit. With one task a thread, a thread tends to find the
 //          states of its last call in its own cache.
-// Vectors  V contiguous: four rows at a time, one vector of columns after the other, the sums kept in L1;
-//          then the update alone goes back up, so that the rows read last are still in L1. Of several
+// Vectors  V contiguous: panels of columns down all rows, so that their sums stay in registers; then the update alone,
+//          whose u stays in registers, goes back up, so that the rows read last are still in L1. Of several
 //          tokens, the update of one and the sums of the next are one pass.
 //          K contiguous: row by row, read, summed and updated while in L1.
-// Tile     four rows (V contiguous), one (K contiguous)
+// Tile     V contiguous: panels of 8 vectors (sums with 16 registers: 4), then of half as many; K contiguous: a row
 // Scratch  per slot: two tokens' rows as floats and one state (for f64 states, for 16-bit ones of several tokens, and
 //          for drafts whose state is not kept)
 // Numerics float32; exp and softplus of simd.h (2 ulp). f32 states are updated in place, and 16-bit ones where a call
 //          has one token: between the tokens of a call a state is not rounded.
 // Traps    The state after token t may go to another slot than token t+1 is read from: `from` follows the
 //          state, never the slot number. A state that nobody keeps is not written at all.
-//          Prefetches run 16 rows ahead of the sums, past the end of the state too, where the next head's
-//          state usually lies; a prefetch cannot fault.
+//          Prefetches run 8 rows ahead of the sums, past the end of the state too, where the next head's
+//          state usually lies; a prefetch cannot fault. Further ahead they push out what the update will read.
 //          Lost: storing one head's state while the next one's is read (the two streams defeat the
 //          hardware prefetcher: from memory 2.5 times slower); the next state prefetched whole during the
-//          update; K contiguous with 2 to 8 rows side by side (from memory up to twice slower).
-// Measured Zen 5, one thread of a shared machine, N1 H16 HV32 K=V=128 f32, with the call's checks (5 us there):
-//          AVX-512, [K V]: 39 us with the states in L3, 82 us from memory; [V K]: 52 and 62 us. AVX2, [K V]: 47
-//          and 91 us; [V K]: 64 and 66 us. Scale in place of the same bytes: 18 and 60 us.
+//          update; the update's rows prefetched; the update from the top (5 % slower); panels whose rows fit L1 (rows
+//          512 bytes apart meet in an eighth of its sets, which hold no more of a panel than of the whole);
+//          K contiguous with 2 to 8 rows side by side (from memory up to twice slower).
+// Measured Emerald Rapids, one thread, 16 heads of K=V=128 f32 (1 MiB, in the L2), in multiples of a scale in place:
+//          AVX-512, [K V]: 1.54 (36 us; 1.62 by four rows at a time, sums in L1), [V K]: 1.5; AVX2: 1.72 (1.93), 2.0.
+//          From memory (24 states of 16 heads): 1.33, 1.05; 1.40, 1.14.
 //          thalweg bench gated_delta_rule.decode@perf
 #include "thalweg/delta_rule/cpu_decode.h"
 #include "thalweg/ops/gated_delta_rule/problem.h"
