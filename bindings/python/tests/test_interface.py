@@ -200,6 +200,17 @@ def test_the_callers_kind_of_array_comes_out():
 # ---- Errors ----
 
 
+class OnAGpu(OnlyDlpack):
+    def __dlpack_device__(self):
+        return (2, 1)
+
+
+def test_arrays_on_a_gpu_are_refused_by_name():
+    a = inputs()
+    with pytest.raises(ValueError, match=r"gated_delta_rule.fwd: k: device, got cuda:1, expected the CPU \(thalweg.torch"):
+        rule(**a | dict(k=OnAGpu(a["k"])))
+
+
 def change(**arrays):
     return lambda: rule(**{**inputs(), **arrays})
 

@@ -15,6 +15,7 @@ _FULL_NAMES = {
 }  # fmt: skip
 _SHORT_NAMES = {full: short for short, full in _FULL_NAMES.items()}
 _BF16 = DTYPE_CODES["bf16"]
+_CUDA = 2  # DLPack's device type
 
 
 _NUMPY_DTYPES: dict = {}  # names by dtype, as they come: NumPy makes a dtype's name anew each time, slowly
@@ -40,6 +41,11 @@ def bind(call, field, array, where: str) -> None:
         raise TypeError(
             f"{where}: {field.name}: got a tensor that requires grad, expected a detached one "
             "(thalweg.torch has functions with gradients)"
+        )
+    elif hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] == _CUDA:
+        raise ValueError(
+            f"{where}: {field.name}: device, got cuda:{array.__dlpack_device__()[1]}, expected the CPU "
+            "(thalweg.torch has functions for CUDA tensors)"
         )
     call.bind(field.position, array, code)
 

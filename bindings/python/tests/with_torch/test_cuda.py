@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.testing
 from test_operators import SAMPLES, every_sample, operator_arguments
 
+import thalweg
 import thalweg.torch as ops
 from thalweg import fla
 from thalweg.torch import _OPERATORS
@@ -123,6 +124,12 @@ def test_mixed_devices_are_refused():
     q, k, v, g, beta = (x.detach() for x in delta_inputs())
     with pytest.raises(ValueError, match="gated_delta_rule.fwd: k: device, got the CPU, expected cuda:0"):
         ops.gated_delta_rule(q.cuda(), k, v.cuda(), g.cuda(), beta.cuda())
+
+
+def test_numpy_functions_refuse_the_gpu():
+    q = torch.zeros(1, 3, 2, 8, device="cuda")
+    with pytest.raises(ValueError, match="gated_delta_rule.fwd: q: device, got cuda:0, expected the CPU"):
+        thalweg.gated_delta_rule_fwd(q, q, q)
 
 
 # ---- What torch does with functions ----
