@@ -6,6 +6,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <sys/mman.h>
 
 #include <cstddef>
 #include <cstring>
@@ -88,6 +89,14 @@ nb::ndarray<> bfloat16_capsule(nb::ndarray<uint16_t, nb::c_contig, nb::device::c
 
 // "" when CUDA rows can run on device `id`, which is made ready for captures; else why not.
 std::string why_no_cuda(int32_t id) { return thalweg_prepare(id) == THALWEG_OK ? "" : thalweg_last_error(); }
+
+// Asks for 2 MiB pages where whole ones fit in fresh memory, as NumPy does for its arrays: the first touch of a large
+// output is then one fault for each of them, not 512. Only advice: where the system says no, nothing changes.
+void prefer_large_pages(uintptr_t address, size_t bytes) {
+  constexpr uintptr_t page = uintptr_t(2) << 20;
+  uintptr_t begin = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
 
 double thread_seconds() {
   timespec now;
@@ -288,6 +297,7 @@ NB_MODULE(_native, m) {
   m.def(
       "default_threads", [] { return thalweg_default_threads(); }, "Threads a call uses by default.");
   m.def("why_no_cuda", &why_no_cuda, "Empty when CUDA device `id` can be used, else the reason.");
+  m.def("prefer_large_pages", &prefer_large_pages, "Advises 2 MiB pages inside `bytes` of memory at `address`.");
   m.def("bfloat16_capsule", &bfloat16_capsule, "DLPack capsule of bfloat16 over uint16 memory.");
   nb::class_<Call>(m, "Call")
       .def(nb::init<int64_t>())

@@ -1,4 +1,4 @@
-"""Thalweg: linear-attention and sparse-attention operators for CPUs, on NumPy arrays and on any that speak DLPack.
+"""Thalweg: linear-attention and sparse-attention operators for CPUs and Hopper GPUs, on NumPy arrays and on any that speak DLPack.
 
 One function per pass: gated_delta_rule_fwd, gated_delta_rule_bwd, gated_delta_rule_decode and so on; `dir(thalweg)`
 lists them, help() on each tells shapes, dtypes and errors. `prepare` binds the arguments of a call that repeats.
@@ -26,7 +26,8 @@ __all__ = [
 
 
 def patch_transformers(models=None, verbose: bool = True) -> list:
-    """Makes Qwen3-Next, Qwen3.5, OLMo-hybrid and Kimi-style models of transformers compute with Thalweg on the CPU.
+    """Makes Qwen3-Next, Qwen3.5, OLMo-hybrid and Kimi-style models of transformers compute with Thalweg, on the CPU
+    and on Hopper GPUs.
 
     models: names of transformers.models (default: all that thalweg.transformers knows). Models that exist already
     change too. Returns the names of what was replaced, and prints them when verbose; unpatch_transformers() puts all

@@ -44,6 +44,7 @@ _DTYPES = {
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _CODES = {dtype: DTYPE_CODES[name] for dtype, name in _DTYPES.items()}
 _DEVICES = {"cpu": 1, "cuda": 2}  # DLPack's device types
+_LARGE = 1 << 22  # bytes from which the pages of an output matter
 _UNKNOWN = 1  # a dtype code that the library does not have, so that it refuses the argument by name
 
 
@@ -127,6 +128,8 @@ class _Operator:
         results = self.outputs(values)
         for field, tensor in zip(pass_.outputs, results):
             if self.wanted(field, values):
+                if tensor.nbytes >= _LARGE and tensor.device.type == "cpu":
+                    _native.prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
                 _bind(call, field, tensor, pass_.where)
         _place(call, values[pass_.inputs[0].name].device)
         call.run()

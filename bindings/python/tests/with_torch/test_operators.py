@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -344,6 +346,21 @@ def test_decode_pool_in_place():
     q.requires_grad_()
     with pytest.raises(RuntimeError, match="no autograd formula"):
         ops.gated_delta_rule_decode(q, q, v, state=pool).sum().backward()
+
+
+def test_large_outputs_lie_in_large_pages():
+    """Where the system grants them on request, memory that malloc has just mapped for an output has the flag."""
+    setting = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("the system has no pages of 2 MiB to give")
+    y = ops.gated_rms_norm(torch.zeros(1 << 14, 1 << 12))  # 256 MiB, far above what malloc keeps
+    middle, flags = y.data_ptr() + y.nbytes // 2, ""
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            begin, end = (int(x, 16) for x in line.split()[0].split("-"))
+        elif line.startswith("VmFlags") and begin <= middle < end:
+            flags = line
+    assert " hg" in flags
 
 
 def test_chunk_states_carry_no_gradient():
