@@ -142,21 +142,32 @@ def file_lines(name, records):
     return out
 
 
-def fla_lines():
-    """What bench/compare_fla.py wrote, by file."""
+def peers_lines():
+    """What bench/compare_peers.py wrote, by file."""
     out = []
-    for path in sorted(RESULTS.glob("*-fla.ndjson")):
+    for path in sorted(RESULTS.glob("*-peers.ndjson")):
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        first = records[0]
-        out += [f"## {first['gpu']}, beside flash-linear-attention {first['fla']}", "",
-                f"Commit {first['commit']}; {first['date']}; torch {first['torch']}; graphs of both replayed by turns in one "
-                "process, called through torch; *difference* is that of the outputs, relative.", "",
-                f"    {first['command']}", "",
-                "| case | theirs | ours | times as fast | difference | their first call | ours |", "|---|---|---|---|---|---|---|"]
+        commits, dates = (", ".join(sorted({r[name] for r in records})) for name in ("commit", "date"))
+        out += [f"## {records[0]['gpu']}, beside other libraries", "",
+                f"Commit {commits}; {dates}; on the same tensors, called through torch. Graphs of both are replayed by turns, with "
+                "the same buffers each time: what the last-level cache holds stays there. *difference* is the largest relative one "
+                "(L2) of all outputs, *first call* the other library's, which compiles and tunes unless an earlier case has. Decode "
+                "makes g and beta from their raw forms.", ""]
+        for who, versions in {r["who"]: r["versions"] for r in records}.items():
+            out.append(f"- {who}: " + ", ".join(f"{package} {version}" for package, version in versions.items() if version))
+        out += ["", *sorted({f"    {r['command']}" for r in records}), "",
+                "| case | library | its time | least to greatest | ours | least to greatest | times as fast | difference | first call |",
+                "|---|---|---|---|---|---|---|---|---|"]
+        timed = [r for r in records if "error" not in r]
+        for r in sorted(timed, key=lambda r: (r["case"], r["median_us"])):
+            out.append(f"| {r['case']} | {r['who']} | {time_text(r['median_us'])} | {r['min_us']:.1f} to {r['max_us']:.1f} "
+                       f"| {time_text(r['thalweg_median_us'])} | {r['thalweg_min_us']:.1f} to {r['thalweg_max_us']:.1f} "
+                       f"| {r['median_us'] / r['thalweg_median_us']:.2f} | {max(r['difference'].values()):.1e} | {r['first_call_s']:.1f} s |")
+        why = {}
         for r in records:
-            out.append(f"| {r['case']} | {time_text(r['fla_us'])} | {time_text(r['thalweg_us'])} | {r['times_as_fast']:.2f} "
-                       f"| {r['difference']:.1e} | {time_text(r['fla_first_s'] * 1e6)} | {time_text(r['thalweg_first_s'] * 1e6)} |")
-        out.append("")
+            if "error" in r:
+                why.setdefault((r["who"], r["error"]), []).append(r["case"])
+        out += ["", *(f"- {who}, {error}: {'; '.join(cases)}" for (who, error), cases in why.items()), ""]
     return out
 
 
@@ -176,7 +187,7 @@ def report_text():
         out += [f"## {title}", ""] + machine_lines(json.loads(machine), gpu)
         for name, records in sorted(files.items()):
             out += file_lines(name, records)
-    out += fla_lines()
+    out += peers_lines()
     return "\n".join(out).rstrip("\n") + "\n"
 
 

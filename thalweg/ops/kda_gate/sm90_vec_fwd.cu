@@ -13,8 +13,8 @@
 // Order    no sums
 // Numerics float32 (sm90_gate.cuh), rounded once, to g
 // Traps    a block is one head, so the choice of an unusual head's way is the same for all its threads.
-// Measured H200, bf16 in, T2048 H16 K128: float32 out 6.6 us, FLA's kernel 6.5 in the same run
-//          (bench/compare_fla.py). By a driver: bf16 out 5.1 to 5.35 us; T131072 to f32 4.16 TB/s, a copy 4.1 to 4.2
+// Measured H200, bf16 in, T2048 H16 K128: float32 out 6.4 us, bf16 out 5.2, FLA's kernel 6.6 and 5.3 in the same run
+//          (bench/compare_peers.py). By a driver: T131072 to f32 4.16 TB/s, a copy 4.1 to 4.2
 #include "thalweg/ops/kda_gate/sm90_rows.cuh"
 
 namespace thalweg::kda_gate {
