@@ -1,5 +1,5 @@
-"""thalweg.torch and thalweg.fla on a GPU: the same numbers as on the CPU, gradients, and what torch does with functions:
-autocast, compiled graphs, checkpoints, streams, CUDA graphs. Skipped without one. (Models: test_transformers.py.)"""
+"""thalweg.torch and thalweg.fla on a GPU: the same numbers as on the CPU, gradients, and what torch does with
+functions: autocast, compiled graphs, checkpoints, streams, CUDA graphs. Skipped without one. Models: test_transformers.py."""
 
 import copy
 import subprocess
@@ -15,9 +15,8 @@ import thalweg.torch as ops
 from thalweg import fla
 from thalweg.torch import _OPERATORS
 
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and ops.runs_on(torch.device("cuda", 0))), reason="needs a Hopper GPU and CUDA rows"
-)
+if not (torch.cuda.is_available() and ops.runs_on(torch.device("cuda", 0))):
+    pytest.skip("needs a Hopper GPU and CUDA rows", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +51,8 @@ def loss(outputs):
     """A sum with weights that are exact in every dtype and the same on every device."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     outputs = [x for x in outputs if x is not None and x.is_floating_point()]
-    return sum((x * (torch.arange(x.numel(), device=x.device) % 7 - 3).view(x.shape).to(x.dtype)).sum() for x in outputs)
+    weights = [(torch.arange(x.numel(), device=x.device) % 7 - 3).view(x.shape).to(x.dtype) for x in outputs]
+    return sum((x * w).sum() for x, w in zip(outputs, weights))
 
 
 def both(function, inputs, tolerance):
@@ -287,7 +287,8 @@ def test_a_graph_of_packed_sequences_whose_borders_move():
     for middle in (30, 0, 64, 99):
         borders[1] = middle
         graph.replay()
-        pieces = [ops.gated_delta_rule(*[x[:, a:b] for x in inputs])[0] for a, b in ((0, middle), (middle, 100)) if a < b]
+        parts = [(a, b) for a, b in ((0, middle), (middle, 100)) if a < b]
+        pieces = [ops.gated_delta_rule(*[x[:, a:b] for x in inputs])[0] for a, b in parts]
         torch.testing.assert_close(captured, torch.cat(pieces, 1), rtol=2e-2, atol=2e-2)
         assert torch.equal(captured, ops.gated_delta_rule(*inputs, cu_seqlens=borders)[0])
 
