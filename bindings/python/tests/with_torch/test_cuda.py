@@ -1,5 +1,5 @@
-"""thalweg.torch and thalweg.fla on a GPU: the same numbers as on the CPU, gradients, and what torch does with
-functions: autocast, compiled graphs, checkpoints, streams, CUDA graphs. Skipped without one. Models: test_transformers.py."""
+"""thalweg.torch and thalweg.fla on a GPU: the same numbers as on the CPU, gradients, autocast, compiled graphs,
+checkpoints, streams and CUDA graphs. Skipped without one. Models: test_transformers.py."""
 
 import copy
 import subprocess
