@@ -35,6 +35,9 @@ TEST(AscendCommand, ExitCodes) {
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--tile", "BT=192"}), 2);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--tile", "BT=24"}), 2);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--split"}), 1);
+  EXPECT_EQ(tool({"--target", "ascend910b3", good, "--json", "--emit", "-"}), 1);
+  for (const char* wrong : {"gated_delta_rule.bwd/dv_local:bf16,T64,H0,K64", "gated_delta_rule.bwd/dv_local:bf16,T64,H1,K0", "gated_delta_rule.bwd/dv_local:bf16,T64,H4,HV6,K64"})
+    EXPECT_EQ(tool({"--target", "ascend910b3", wrong}), 1) << wrong;
   EXPECT_EQ(tool({"--target", "ascend910b3", "gated_delta_rule.bwd/dv_local:bf16,T70,H1,K64,g", "--interior", "--execute"}), 1);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--emit", "/nonexistent/k.mlir"}), 1);
   EXPECT_EQ(tool({"--target", "ascend910b3", good, "--lower", "--ascend-bin", "/nonexistent"}), 4);

@@ -102,6 +102,15 @@ std::vector<std::string> read_grid(const std::string& path) {
   return entries;
 }
 
+std::vector<Entry> grid_entries() {
+  std::vector<Entry> entries;
+  for (const std::string& text : read_grid(std::string(THALWEG_ASCEND_DATA) + "/grid.txt")) {
+    std::string name = text.substr(0, std::min(text.find(':'), text.size()));
+    if (find_kernel(name)) entries.push_back(parse_entry(text));  // operators that this build lacks are left out
+  }
+  return entries;
+}
+
 std::string mlir_of(const Entry& entry) { return find_kernel(entry.plan.problem.kernel)->emit(entry.plan); }
 
 std::string digest_of(const Entry& entry) {  // FNV-1a

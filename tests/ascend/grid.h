@@ -23,7 +23,9 @@ Entry parse_entry(const std::string& text);  // std::invalid_argument
 // The entries of grid.txt: '#' opens a comment, braces stand for every word in them: BT={16,32}. Each
 // once.
 std::vector<std::string> read_grid(const std::string& path);
+std::vector<Entry> grid_entries();  // of grid.txt; operators that this build lacks are left out
 
+std::string mlir_of(const Entry& entry);
 std::string digest_of(const Entry& entry);  // of the MLIR text that the compiler was asked about
 
 // A line of the record, and back: what differences() needs of it.

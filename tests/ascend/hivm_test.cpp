@@ -79,6 +79,18 @@ TEST(AscendDump, StridedRowsAreBurstsAndLoopsMultiply) {
   EXPECT_TRUE(data.functions[0].transfers[0].per_pass);
 }
 
+// A cut tile counts as the whole one; a name means what it meant last.
+TEST(AscendDump, CutTilesAreWhole) {
+  const std::string whole = "memref<32x64xbf16, strided<[512, 1], offset: ?>, #hivm.address_space<gm>>", cut = "memref<?x64xbf16, strided<[512, 1], offset: ?>, #hivm.address_space<gm>>";
+  const std::string view = "%s = memref.subview %a[0, 0] [%n, 64] [1, 1] : " + whole + " to " + cut + "\n";
+  const std::string store = "hivm.hir.store ins(%b : memref<?x64xbf16, #hivm.address_space<ub>>) outs(%s : " + cut + ")\n";
+  const Function::Sum sum = parse_dump(dump_of(view + store), 7).functions[0].sum(true);
+  EXPECT_EQ(sum.bursts, 32);
+  EXPECT_EQ(sum.bytes, 32 * 64 * 2);
+  const std::string other = "%s = memref.cast %c : memref<64x64xbf16, #hivm.address_space<ub>> to memref<?x64xbf16, #hivm.address_space<ub>>\n";
+  EXPECT_EQ(parse_dump(dump_of(view + other + store), 7).functions[0].sum(true).bursts, 7);
+}
+
 TEST(AscendDump, ScalarCodeInLoopsIsCounted) {
   std::string access = "%v = memref.load %a[%i] : memref<64xf32, #hivm.address_space<ub>>\n";
   EXPECT_EQ(parse_dump(dump_of(access), 64).functions[0].scalar_accesses, 0);

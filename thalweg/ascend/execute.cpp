@@ -17,8 +17,8 @@
 namespace thalweg::ascend {
 namespace {
 
-constexpr double kSeconds = 120;         // limit of one tool
-constexpr int64_t kMaxPrograms = 16384;  // of a problem: tiles are scalar loops here
+constexpr double kSeconds = 120;  // limit of one tool
+constexpr double kMaxWork = 1e9;  // of a problem, in products of two numbers: tiles are scalar loops here
 constexpr const char* kTools[] = {"mlir-opt-19", "mlir-translate-19", "llc-19", "g++"};
 
 // Elementwise tensor code first becomes linalg; without the deallocation pipeline every tile would leak.
@@ -296,7 +296,7 @@ struct Run {
     int32_t grid[3] = {int32_t(part.count), int32_t(scene.heads), 1};
     if (plan.mode == Mode::kPersistent) {
       const int64_t cores = plan.mixed ? plan.target.aic : plan.target.aiv;
-      grid[0] = int32_t(std::min(part.count * scene.heads, cores)), grid[1] = 1;
+      grid[0] = int32_t(std::min(ceil_div(part.count * scene.heads, 2), cores)), grid[1] = 1;  // a loop turns twice
     }
     part.program->impl_->launch(memrefs.data(), all.data(), grid);
   }
@@ -325,22 +325,55 @@ Executed execute(const Plan& plan, const Scene& scene, const std::vector<Part>& 
   return result;
 }
 
+namespace {
+
+double work(const Plan& plan) {
+  const Problem& p = plan.problem;
+  double tokens = 0;
+  for (int64_t length : p.sequences()) tokens += double(length);
+  const double width = double(plan.tile.K + plan.tile.V + 1);
+  return plan.tile.BM ? tokens * double(p.S * p.H) * width : tokens * double(p.HV * plan.tile.BT) * width;
+}
+
+// The same with three whole tiles along T and S, and a cut one where the text takes those.
+Plan shortened(Plan plan) {
+  Problem& p = plan.problem;
+  const Tile& tile = plan.tile;
+  const auto cut = [&](int64_t length, int64_t side) {
+    return std::min(length, 3 * side + (plan.boundary ? length % side : 0));
+  };
+  const int64_t queries = p.E ? tile.BM / p.H : tile.BM;
+  p.B = 1;
+  p.T = cut(p.T, tile.BM ? queries : tile.BT), p.S = cut(p.S, tile.BT);
+  for (int64_t& length : p.lengths) length = cut(length, tile.BT);
+  return plan;
+}
+
+}  // namespace
+
 Executed execute(const Plan& plan, const std::string& text) {
   Executed result;
   const Kernel* kernel = find_kernel(plan.problem.kernel);
   if (!kernel || !kernel->scene) {
     result.error = "execute: " + plan.problem.kernel + " has no reference to be compared with";
-  } else if (plan.split.tasks > kMaxPrograms) {
-    result.error = "execute: tasks, got " + std::to_string(plan.split.tasks) + ", expected at most " +
-                   std::to_string(kMaxPrograms) + " on the host: take fewer tokens or heads";
-  } else {
-    try {
-      const Scene scene = kernel->scene(plan);
-      const HostProgram program(text, scene);
-      result = execute(plan, scene, {{&program, 0, scene.tiles}});
-    } catch (const std::exception& e) {
-      result.error = std::string("execute: ") + e.what();
+    return result;
+  }
+  try {
+    Plan host = plan;
+    if (work(plan) > kMaxWork) {
+      host = shortened(plan);
+      if (kernel->emit(host) != text) throw std::runtime_error("a shorter problem has another text: take fewer tokens");
+      const Problem& p = host.problem;
+      result.sizes = p.is_packed ? "sequences of at most 4 tiles" : "T " + std::to_string(p.T);
+      if (plan.tile.BM) result.sizes += ", S " + std::to_string(p.S);
     }
+    const Scene scene = kernel->scene(host);
+    const HostProgram program(text, scene);
+    const std::string sizes = result.sizes;
+    result = execute(host, scene, {{&program, 0, scene.tiles}});
+    result.sizes = sizes;
+  } catch (const std::exception& e) {
+    result.error = std::string("execute: ") + e.what();
   }
   return result;
 }

@@ -49,6 +49,7 @@ Argument output_of_largest(const std::string& name, Element element, std::vector
 struct Executed {
   bool ran = false;  // false: a tool is missing or failed, `error` says which and how
   std::string error;
+  std::string sizes;  // where fewer tiles were run than the plan has: "T 192"
   struct Output {
     std::string name;
     double worst = 0, limit = 0;  // the largest error, in the unit of its Argument; infinite where NaN is left
@@ -83,7 +84,8 @@ struct Part {
 };
 // Runs the parts one after another on one copy of the scene's data; the grid is that of the plan's mode and target.
 Executed execute(const Plan&, const Scene&, const std::vector<Part>& parts);
-// The whole problem of the plan, with random data of the kernel's own scene.
+// The problem of the plan, with random data of the kernel's own scene. What would take the host too long is run with
+// shorter sequences (Executed::sizes), which are arguments: the text is the same, to the byte.
 Executed execute(const Plan&, const std::string& text);
 
 // "" or which tool is missing and what it comes with.

@@ -180,17 +180,19 @@ class DumpParser {
   }
 
   static std::string_view word_at(std::string_view line, size_t at) {
+    at = std::min(at, line.size());
     size_t end = at;
     while (end < line.size() && (std::isalnum(static_cast<unsigned char>(line[end])) || line[end] == '%' || line[end] == '_' || line[end] == '#' || line[end] == '-')) ++end;
     return line.substr(at, end - at);
   }
 
-  // Constants, tiles, and what a collapsed view was made of.
+  // Constants, tiles, what a collapsed view was made of, and the whole tile of which a cut one is the first rows.
   void take_definition(std::string_view line) {
     size_t equals = line.find(" = ");
     if (line.empty() || line[0] != '%' || equals == std::string_view::npos) return;
     std::string name(line.substr(0, equals));
     std::string_view right = line.substr(equals + 3);
+    sources_.erase(name);  // of another scope
     if (starts_with(right, "arith.constant ")) {
       int64_t value;
       if (parse_int(word_at(right, 15), &value)) {
@@ -205,6 +207,17 @@ class DumpParser {
         sources_[name] = known->second;
       else if (parse_type(memref_at(right, 0), &type) && type.space == "gm")
         sources_[name] = type;
+    } else if (starts_with(right, "memref.subview ")) {
+      Type whole, view;
+      if (!parse_type(memref_at(right, 0), &whole)) return;
+      if (!parse_type(memref_at(right, right.find(" to ")), &view)) return;
+      auto known = sources_.find(std::string(word_at(right, right.find('%'))));
+      if (known != sources_.end()) whole = known->second;
+      if (view.space != "gm" || view.sizes.size() != whole.sizes.size()) return;
+      bool is_cut = false;
+      for (size_t i = 0; i < view.sizes.size(); ++i)
+        if (view.sizes[i] == kUnknown) view.sizes[i] = whole.sizes[i], is_cut = true;
+      if (is_cut) sources_[name] = view;
     } else if (starts_with(right, "hivm.hir.pointer_cast(")) {
       Type type;
       std::string_view text = memref_at(right, 0);

@@ -174,8 +174,6 @@ std::vector<std::string> verdict_differences(const Plan& plan, const Lowered& lo
   return {"verdict: planner " + (fits ? "fits" : plan.overflow()) + ", compiler " + (fits ? lowered.message : "fits")};
 }
 
-bool compares_bursts(const Plan& plan) { return !plan.mixed || !plan.boundary; }
-
 std::vector<std::string> differences(const Plan& plan, const Lowered& lowered) {
   std::vector<std::string> list = verdict_differences(plan, lowered);
   if (!lowered.has_verdict() || plan.target.a5 || !plan.need_is_predicted) return list;
@@ -205,7 +203,6 @@ std::vector<std::string> differences(const Plan& plan, const Lowered& lowered) {
     }
     scalars += function->scalar_accesses;
     for (bool out : {false, true}) {
-      if (!compares_bursts(plan)) break;
       Traffic planned = traffic(plan.moves, cube, out);
       Function::Sum found = function->sum(out);
       std::string where = std::string(cube ? "AIC" : "AIV") + (out ? " out" : " in");

@@ -54,8 +54,6 @@ Lowered lower(const Plan&, const std::string& text, const Tools& = {});
 // alone, or also needs, bytes, bursts, workspace and scalar accesses.
 std::vector<std::string> verdict_differences(const Plan&, const Lowered&);
 std::vector<std::string> differences(const Plan&, const Lowered&);
-// Of a mixed kernel with mask code the rows of a cut tile are not known to the text: interior texts are compared.
-bool compares_bursts(const Plan&);
 
 // The device table's entries as the tool prints them, bits: "UB_SIZE" and so on.
 struct Spec {

@@ -340,6 +340,13 @@ Value Writer::empty(Element element, const Shape& shape) {
   return empties_.back()[key] = v;
 }
 
+Value Writer::splat_apart(const std::string& hint, double value, const Shape& shape) {
+  const std::map<std::string, Value> shared = std::exchange(empties_.back(), {});
+  const Value v = splat(hint, value, shape);
+  empties_.back() = shared;
+  return v;
+}
+
 Value Writer::fill(const std::string& hint, const Value& scalar, const Shape& shape) {
   const Value out = empty(scalar.element, shape);
   Value v = result(hint, scalar.element, shape);

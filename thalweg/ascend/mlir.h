@@ -100,6 +100,7 @@ class Writer {
 
   Value fill(const std::string& hint, const Value& scalar, const Shape& shape);
   Value splat(const std::string& hint, double value, const Shape& shape) { return fill(hint, number(value), shape); }
+  Value splat_apart(const std::string& hint, double value, const Shape& shape);  // that shares no tensor.empty
   Value apply(const std::string& hint, const char* operation, const Value& x);  // "math.exp", "arith.negf"
   Value combine(const std::string& hint, const char* operation, const Value& a, const Value& b);  // "arith.mulf"
   Value scaled(const std::string& hint, const Value& tensor, const Value& scalar);

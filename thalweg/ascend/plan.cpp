@@ -27,6 +27,8 @@ Plan plan_tile(const Kernel& kernel, const Plan& start, const Tile& tile) {
   Plan plan = start;
   plan.tile = tile;
   kernel.plan(plan);
+  // The cube pads widths to multiples of 16; the formulas do not.
+  if (kernel.mixed && (plan.tile.K % 16 || plan.tile.V % 16)) plan.need_is_predicted = false;
   return plan;
 }
 
@@ -180,6 +182,8 @@ Problem parse_problem(std::string_view text) {
   problem.B = size("B", 1), problem.T = size("T", 0), problem.S = size("S", problem.T);
   problem.H = size("H", 1), problem.HV = size("HV", problem.H), problem.K = size("K", 0), problem.V = size("V", problem.K);
   problem.is_packed = c.has("varlen") || c.has("cu_seqlens");
+  for (const char* name : {"H", "HV", "HK", "K", "V", "E"})
+    if (size(name, 1) < 1) throw std::invalid_argument(head + ": " + name + ", got 0, expected at least 1");
   kernel->read(c, problem);
   return problem;
 }

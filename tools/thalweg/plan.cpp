@@ -199,7 +199,7 @@ std::string lowered_text(const Plan& plan, const Lowered& lowered, const std::ve
     text = "fits: " + (lowered.need.empty() ? "" : "need " + need_text(lowered.need) + "; ") + "placed " + need_text(lowered.placed);
   for (const std::string& difference : differ) text += "\n          differs: " + difference;
   if (differ.empty() && lowered.outcome == Outcome::kFits && plan.need_is_predicted && !lowered.dump.functions.empty())
-    text += compares_bursts(plan) ? "; bursts equal" : "; bursts of a text with mask code are not compared (--interior)";
+    text += "; bursts equal";
   return text;
 }
 
@@ -219,7 +219,8 @@ Json lowered_json(const Lowered& lowered, const std::vector<std::string>& differ
 
 // The mathematics of the text, on this machine: nothing of placement, synchronisation or an NPU's arithmetic.
 void print_executed(const Executed& executed) {
-  fmt::print("executed  on the host{}\n", executed.inputs_intact ? "" : "; an input was written");
+  fmt::print("executed  on the host{}{}\n", executed.sizes.empty() ? "" : ", the same text with " + executed.sizes,
+             executed.inputs_intact ? "" : "; an input was written");
   for (const Executed::Output& out : executed.outputs)
     fmt::print("          {}: largest error {:.3g} of {:.3g}{}{}\n", out.name, out.worst, out.limit, out.worst <= out.limit ? "" : ", too large",
                out.guards_intact ? "" : ", written outside");
@@ -229,6 +230,7 @@ Json executed_json(const Executed& executed) {
   Json json;
   json["ran"] = executed.ran;
   if (!executed.ran) json["error"] = executed.error;
+  if (!executed.sizes.empty()) json["sizes"] = executed.sizes;
   for (const Executed::Output& out : executed.outputs)
     json["outputs"].push_back({{"name", out.name}, {"worst", number_json(out.worst)}, {"limit", out.limit}, {"guards_intact", out.guards_intact}, {"ok", out.ok()}});
   return json;
@@ -241,6 +243,7 @@ int plan_case(const PlanOptions& o) {
   options.mode = choice<Mode>("--mode", o.mode, {{"single", Mode::kSingle}, {"persistent", Mode::kPersistent}});
   options.buffering = choice<Buffering>("--buffering", o.buffering, {{"cube", Buffering::kCube}, {"vector", Buffering::kVector}, {"off", Buffering::kOff}});
   if (!o.gate.empty()) options.gate = choice<Gate>("--gate", o.gate, {{"heads", Gate::kHeadsFirst}, {"tokens", Gate::kTokensFirst}});
+  if (o.json && o.emit == "-") bad("--emit with --json", o.emit, "a file");
   options.tile = parse_tile(o.tile);
   options.interior = o.interior;
   options.split = o.split;

@@ -26,6 +26,7 @@ void read(const testing::Case& c, Problem& p) {
   if (!p.block_q) p.block_q = 128;
   if (!p.block_k) p.block_k = 128;
   p.HV = c.size("HK");  // key/value heads
+  if (p.H % p.HV) throw std::invalid_argument(p.kernel + ": HK, got " + std::to_string(p.HV) + ", expected a divisor of H = " + std::to_string(p.H));
 }
 
 // Rules of the original work.
@@ -36,11 +37,11 @@ int64_t seed_BM(int64_t block_q) {
 }
 int64_t seed_BT(int64_t block_k) { return block_k <= 32 ? block_k : block_k % 32 == 0 ? 32 : block_k % 48 == 0 ? 48 : 16; }
 
-// Whether each vector core does half of the rows. Not with double buffering: there each does all, in two steps, and one
-// stores; but for causal text whose rows and columns are numbered alike.
+// Whether each vector core does half of the rows. Not with double buffering of full tiles: there each does all, in two
+// steps, and one stores; but for causal text whose rows and columns are numbered alike.
 bool is_divided(const Plan& plan) {
   const Tile& tile = plan.tile;
-  return plan.buffering == Buffering::kOff || (plan.problem.causal && tile.BM == tile.BT && !plan.boundary);
+  return plan.buffering == Buffering::kOff || plan.boundary || (plan.problem.causal && tile.BM == tile.BT);
 }
 
 void plan_need(Plan& plan) {
@@ -78,7 +79,7 @@ void plan_moves(Plan& plan) {
   const Problem& p = plan.problem;
   int64_t BM = plan.tile.BM, BT = plan.tile.BT, K = plan.tile.K, V = plan.tile.V, group = p.H / p.HV, halves = p.split ? 2 : 1;
   bool off = plan.buffering == Buffering::kOff;
-  int64_t steps = off ? 1 : 2, rows = is_divided(plan) ? BM / 2 : BM;
+  int64_t steps = off || plan.boundary ? 1 : 2, rows = is_divided(plan) ? BM / 2 : BM;
   plan.moves.clear();
   auto add = [&](const char* tensor, bool cube, bool out, int64_t bursts, int64_t bytes, bool per_pass) {
     int64_t times = per_pass ? group : 1;  // query heads of the key/value head

@@ -30,6 +30,7 @@ void read(const testing::Case& c, Problem& p) {
   if (!is_cumsum && p.dtype != THALWEG_BF16 && p.dtype != THALWEG_F16)
     throw std::invalid_argument(where + ": q: dtype, got " + thalweg_dtype_name(p.dtype) + ", expected bf16 or f16 (no kernel covers it)");
   if (is_cumsum && !c.has("g")) throw std::invalid_argument(where + ": g, got none, expected one (there is nothing to sum)");
+  if (p.HV % p.H) throw std::invalid_argument(where + ": HV, got " + std::to_string(p.HV) + ", expected a multiple of H = " + std::to_string(p.H));
   if (c.has("g")) p.gate = Gate::kHeadsFirst;
   p.reverse = is_cumsum && std::string_view(c.pass->name) == "bwd";
   if (p.is_packed) p.lengths = testing::lengths_of(c), p.B = 1;
@@ -76,6 +77,7 @@ void plan_dv_local(Plan& plan) {
   check_rows(plan, plan.tile.BT);
   int64_t BT = plan.tile.BT, K = p.K, V = p.V, R = BT / 2;
   bool single = plan.mode == Mode::kSingle, has_gate = p.gate != Gate::kNone;
+  plan.need_is_predicted = plan.need_is_predicted && (single || plan.buffering == Buffering::kCube);
   auto& ub = plan.need.ub;
   if (single || (has_gate && plan.boundary))
     ub = {{"scores", 4 * R * BT}, {"decays", 4 * R * BT}, {"indices, then mask", 4 * R * BT}, {"gate", has_gate ? 4 * BT : 0}, {"index row", single ? 4 * BT : 0}, {"broadcast's scratch", 32 * R}};
@@ -112,6 +114,7 @@ void plan_dqkw(Plan& plan) {
   check_rows(plan, plan.tile.BT);
   int64_t BT = plan.tile.BT, K = p.K, V = p.V, R = BT / 2;
   bool single = plan.mode == Mode::kSingle, has_gate = p.gate != Gate::kNone;
+  plan.need_is_predicted = plan.need_is_predicted && (single || plan.buffering == Buffering::kCube);
   int64_t gate = has_gate ? 4 * BT : 0;
   auto& ub = plan.need.ub;
   bool cut = plan.boundary;
@@ -136,7 +139,7 @@ void plan_dqkw(Plan& plan) {
   plan.need.l1 = Need::sum(states) >= Need::sum(products) ? states : products;
   plan.need.l0c = {{BT >= K ? "scores" : "rows of d_q, d_k or d_w", 4 * BT * std::max(BT, K)}};
 
-  bool whole = !single && !has_gate;  // as above
+  bool whole = !single && !has_gate && !cut;  // as above
   add_gate_move(plan, "g");
   auto& moves = plan.moves;
   moves.push_back(whole_move("scores", false, false, 4 * R * BT));
@@ -189,6 +192,7 @@ void plan_state(Plan& plan) {
   plan.task = "BV channels of one head of one sequence, chunk after chunk";
   plan.notes = {"128 channels rather than 64 wherever they fit: counted, not timed"};
   check_rows(plan, plan.tile.BT);
+  plan.need_is_predicted = plan.need_is_predicted && plan.buffering != Buffering::kVector;
   int64_t BT = plan.tile.BT, K = p.K;
   bool has_gate = p.gate != Gate::kNone;
   // With a gate the compiler does not divide the rows between the two vector cores: each does all, and one stores.
@@ -214,7 +218,8 @@ void plan_state(Plan& plan) {
   add("state", false, true, 1, 2 * S, true);
   add("v_new", false, true, rows, 2 * D, true);
   add("v_new, decayed", false, true, 1, 2 * D, true);
-  if (has_gate) add("decays", false, true, 1, 4 * BT, true), add("decay of the chunk", false, true, 1, 4, true);
+  if (has_gate && !plan.boundary) add("decays", false, true, 1, 4 * BT, true);
+  if (has_gate) add("decay of the chunk", false, true, 1, 4, true);
   add("final_state", false, true, state_rows, 4 * S, false);
   add("state", true, false, 1, 2 * S, true);
   add("w", true, false, p.HV == 1 ? 1 : BT, 2 * W, true);

@@ -278,6 +278,8 @@ std::string emit_dqkw(const Plan& plan) {
   const Value scale = w.scalar_argument("scale", kF32);
   w.tail_arguments();
   const Shape square = {w.BT, w.BT}, wide = {w.BT, w.K};
+  // On these the compiler's pass cv-pipelining dies of a signal where products share their zeros.
+  const bool apart = plan.mode == Mode::kPersistent && plan.boundary && !w.has_gate();
   return w.write([&](const Task& t) {
     w.comment("P [i j]");
     Value gate;
@@ -285,7 +287,7 @@ std::string emit_dqkw(const Plan& plan) {
     const Value d_o_tile = w.load("d_o", w.value_tile(d_o, t, w.V), t.rows);
     const Value v_tile = w.load("v_new", w.value_tile(v_new, t, w.V), t.rows);
     const Value zeros = w.splat("zeros", 0, square), vT = w.transpose("vT", v_tile);
-    Value P = w.matmul("P", d_o_tile, vT, zeros);
+    Value P = w.matmul("P", d_o_tile, vT, apart ? w.splat_apart("zeros", 0, square) : zeros);
     P = w.scaled("P", P, scale);
     if (w.has_gate()) {
       const Value g_i = w.broadcast("g_i", gate, square, 1), g_j = w.broadcast("g_j", gate, square, 0);
@@ -295,32 +297,33 @@ std::string emit_dqkw(const Plan& plan) {
     const auto [row, column] = w.numbers();
     const Value keep = w.compare("keep", "arith.cmpi sge", row, column);
     P = w.convert("P", w.choose("P", keep, P, zeros), type);
-    const Value sum = w.K == w.BT ? zeros : w.splat("zeros", 0, wide);
+    const Value shared = w.K == w.BT ? zeros : w.splat("zeros", 0, wide);
+    const auto sum = [&] { return apart ? w.splat_apart("zeros", 0, wide) : shared; };
     w.comment("d_q: through the state, then inside the chunk");
     const Value h_tile = w.load("h", w.state_tile(h, t)), hT = w.transpose("hT", h_tile);
-    Value dq = w.scaled("dq", w.matmul("dq", d_o_tile, hT, sum), scale);
+    Value dq = w.scaled("dq", w.matmul("dq", d_o_tile, hT, sum()), scale);
     if (w.has_gate()) {
       const Value decay = w.apply("decay", "math.exp", gate);
       dq = w.combine("dq", "arith.mulf", dq, w.broadcast("decay_i", decay, wide, 1));
     }
-    const Value k_tile = w.load("k", w.key_tile(k, t), t.rows), Pk = w.matmul("Pk", P, k_tile, sum);
+    const Value k_tile = w.load("k", w.key_tile(k, t), t.rows), Pk = w.matmul("Pk", P, k_tile, sum());
     const Value dq_out = w.convert("dq", w.combine("dq", "arith.addf", dq, Pk), type);
     w.store(dq_out, w.value_tile(d_q, t, w.K), t.rows);
     w.comment("d_k: through the state, then inside the chunk");
     const Value d_h_tile = w.load("d_h", w.state_tile(d_h, t)), d_hT = w.transpose("d_hT", d_h_tile);
-    Value dk = w.matmul("dk", v_tile, d_hT, sum);
+    Value dk = w.matmul("dk", v_tile, d_hT, sum());
     if (w.has_gate()) {
       const Value last = w.fill("g_L_all", w.last_gate(gate, t), {w.BT});
       const Value decay = w.apply("decay", "math.exp", w.combine("rest", "arith.subf", last, gate));
       dk = w.combine("dk", "arith.mulf", dk, w.broadcast("decay_i", decay, wide, 1));
     }
     const Value q_tile = w.load("q", w.key_tile(q, t), t.rows), PT = w.transpose("PT", P);
-    const Value Pq = w.matmul("Pq", PT, q_tile, sum);
+    const Value Pq = w.matmul("Pq", PT, q_tile, sum());
     const Value dk_out = w.convert("dk", w.combine("dk", "arith.addf", dk, Pq), type);
     w.store(dk_out, w.value_tile(d_k, t, w.K), t.rows);
     w.comment("d_w");
     const Value d_v_tile = w.load("d_v", w.value_tile(d_v, t, w.V), t.rows);
-    const Value dw = w.apply("dw", "arith.negf", w.matmul("dw", d_v_tile, hT, sum));
+    const Value dw = w.apply("dw", "arith.negf", w.matmul("dw", d_v_tile, hT, sum()));
     const Value dw_out = w.convert("dw", dw, type);
     w.store(dw_out, w.value_tile(d_w, t, w.K), t.rows);
   });

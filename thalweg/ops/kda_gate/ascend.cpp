@@ -66,6 +66,7 @@ void plan_fwd(Plan& plan) {
   } else {
     plan.need.ub = {{"x", 4 * n, x == 4 ? 2 : 1}, {"limit", 4 * n}, {"mask", D % 8 ? BT * round_up(round_up(D, 8) / 8, 32) : round_up(n / 8, 32)}, {"logarithm", 4 * n}, {"result", 4 * n, y == 2 && is_padded(p) ? 1 : 2}, {"select's scratch", 32}};
     plan.scalar_loads = p.has_A_log ? 3 : 0;
+    plan.need_is_predicted = plan.buffering != Buffering::kOff;
   }
   plan.moves = {rows_move("x", false, false, BT, D, x, p.HV)};
   if (p.has_dt_bias) plan.moves.push_back(whole_move("dt_bias", false, false, 4 * D));
@@ -107,7 +108,7 @@ void plan_bwd(Plan& plan) {
       ub = {{"x as stored", x_bytes, 2}, {"d_g as stored", dg_bytes, 2}};
     plan.scalar_loads = p.has_A_log ? 5 : 0;
   }
-  plan.need_is_predicted = !plan.target.a5 && (p.lower_bound == 0 || plan.mode == Mode::kSingle);
+  plan.need_is_predicted = !plan.target.a5 && (plan.mode == Mode::kSingle || (p.lower_bound == 0 && plan.buffering != Buffering::kOff));
   plan.moves = {rows_move("x", false, false, BT, D, x, p.HV), rows_move("d_g", false, false, BT, D, dg, p.HV)};
   if (p.has_dt_bias) plan.moves.push_back(whole_move("dt_bias", false, false, 4 * D));
   plan.moves.push_back(rows_move("d_x", false, true, BT, D, x, p.HV));

@@ -83,19 +83,19 @@ void plan_need(Plan& plan, int64_t splits) {
   plan.need.l0c = {{"d_k, d_v", 4 * BT * part, 2}, {"scores", 4 * BM * BT}};
 }
 
-// As in the block-sparse tile, where double buffering leaves the rows undivided between the two vector cores; several
-// queries of several heads are divided in no case, then by halves of the keys.
+// As in the block-sparse tile, where double buffering of full tiles leaves the rows undivided between the two vector cores;
+// several queries of several heads are divided in no case, then by halves of the keys.
 void plan_moves(Plan& plan, int64_t splits) {
   int64_t BM = plan.tile.BM, BT = plan.tile.BT, K = plan.tile.K, part = plan.tile.V, H = plan.problem.H, G = BM / H;
-  bool off = plan.buffering == Buffering::kOff, plain = G == 1 || H == 1, divided = off && plain;
-  int64_t rows = divided ? BM / 2 : BM, steps = off ? 1 : 2;
+  bool off = plan.buffering == Buffering::kOff, once = off || plan.boundary, plain = G == 1 || H == 1;
+  int64_t rows = once && plain ? BM / 2 : BM, steps = once ? 1 : 2;
   plan.moves.clear();
   auto add = [&](const char* tensor, bool cube, bool out, int64_t bursts, int64_t bytes, bool per_pass) {
     plan.moves.push_back({tensor, cube, out, bursts, bytes, per_pass});
   };
-  for (const char* product : {"scores", "d_P"}) add(product, false, false, plain || off ? steps : steps * BM, 4 * rows * BT, true);
+  for (const char* product : {"scores", "d_P"}) add(product, false, false, plain || once ? steps : steps * BM, 4 * rows * BT, true);
   for (const char* row : {"lse", "delta"}) add(row, false, false, plain ? steps : 1, 4 * rows, true);
-  add("weights", false, false, H == 1 ? steps : off || G == 1 ? 1 : steps * G, 4 * (H == 1 ? rows : G) * BT, true);
+  add("weights", false, false, H == 1 ? steps : once || G == 1 ? 1 : steps * G, 4 * (H == 1 ? rows : G) * BT, true);
   for (const char* factor : {"P", "d_S"}) add(factor, false, true, steps, 2 * rows * BT, true);
   for (const char* keys : {"k", "v"}) add(keys, true, false, 1, 2 * BT * K, false);
   for (const char* queries : {"q", "d_o"}) add(queries, true, false, 1, 2 * BM * K, true);
