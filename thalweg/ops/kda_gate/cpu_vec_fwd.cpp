@@ -9,10 +9,15 @@
 // Scratch  shared: a ChannelGate a head, dt_bias as floats (zeros without it)
 // Numerics float32 (thalweg/cpu/blocks/channel_gate.h), rounded once, to g
 // Traps    dt_bias is added as zeros when absent: a load that the cache serves, not a branch.
-// Measured 2 Zen 3 cores, AVX2, T4096 HV32 K128 float32: predicted 0.8 of copy bandwidth; softplus form 0.54, lower-bound
-//          form 0.70; with memory asked 1024 elements ahead 0.75 and 0.72 (`thalweg bench kda_gate.fwd@perf`, noisy).
-//          Lost: other distances (the same), 2 vectors at a time, 6 (spills), the logarithm's even and odd terms apart.
+// Measured 2 Zen 3 cores, AVX2, T4096 HV32 K128 float32, shares of copy bandwidth: softplus form 0.75, lower-bound form
+//          0.72 (`thalweg bench kda_gate.fwd@perf`, noisy; before the table of roots and the loop over heads).
 //          bf16 in and out: 2.4 times as fast as simd.h's exp and log1p with the same loads and stores.
+//          One core of an Emerald Rapids: AVX-512 0.72 to 0.86 in either form, AVX2 0.71 to 0.76, by how busy its
+//          memory is; 0.57 and 0.56 without streamed stores. In cache a vector of 16 takes 4.6 ns, one of 8 3.7 ns.
+//          Lost: memory asked 256 or 512 elements ahead, or not at all (up to 1.2 times slower), into the L2 only (the
+//          same); once a line instead of once a vector (AVX2, lower-bound form: 4 % slower); 2 vectors at a time, 6
+//          (spills), 8 (AVX-512: faster in cache, slower from memory); the logarithm's even and odd terms apart, or one
+//          term less (4 % faster; the error passes the limit).
 #include "thalweg/ops/kda_gate/vec.h"
 
 namespace thalweg::kda_gate {
@@ -43,14 +48,15 @@ template <bool kSoftplus, int64_t N>
 }
 
 template <class X, class G, bool kSoftplus>
-void forward_row(const ChannelGate gate, const typename X::Element* x, const float* dt_bias, typename G::Element* g,
-                 int64_t K, bool stream) {
+[[gnu::always_inline]] inline void forward_row(const ChannelGate gate, const typename X::Element* x,
+                                               const float* dt_bias, typename G::Element* g, int64_t K, bool stream) {
   int64_t k = 0;
   for (; k + kStep * kLanes <= K; k += kStep * kLanes) {
     vf y[kStep];
     each<kStep>([&](int64_t i) {
-      __builtin_prefetch(x + k + i * kLanes + kAhead);
-      y[i] = X::load(x + k + i * kLanes) + load(dt_bias + k + i * kLanes);
+      const auto* at = x + k + i * kLanes;
+      __builtin_prefetch(at + kAhead);
+      y[i] = X::load(at) + load(dt_bias + k + i * kLanes);
     });
     to_gates<kSoftplus>(gate, y);
     put<G>(g + k, y, stream);
@@ -72,6 +78,18 @@ void unusual_row(const ChannelGate& gate, const typename X::Element* x, const fl
   }
 }
 
+// The rows of a token's heads. Heads that are not usual come apart, so that in the loop of those that are the
+// constants stay in registers from row to row.
+template <class X, class G, bool kSoftplus>
+[[gnu::noinline]] void forward_rows(const Call& call, int64_t heads, const ChannelGate* gates,
+                                    const typename X::Element* x, const float* dt_bias, typename G::Element* g) {
+  const int64_t K = call.p.K, pitch = row_pitch(call.p);
+  const int64_t x_stride = call.args.x.stride[3], g_stride = call.args.g.stride[3];
+  const bool stream = call.stream;
+  for (int64_t hv = 0; hv < heads; ++hv, x += x_stride, g += g_stride, dt_bias += pitch)
+    forward_row<X, G, kSoftplus>(gates[hv], x, dt_bias, g, K, stream);
+}
+
 template <class X, class G>
 void forward_task(void* arg, int64_t i, int64_t) {
   const Call& call = *static_cast<const Call*>(arg);
@@ -81,12 +99,15 @@ void forward_task(void* arg, int64_t i, int64_t) {
   for (int64_t token = first; token < last; ++token) {
     const auto* x = token_at<const typename X::Element>(p, call.args.x, token);
     auto* g = token_at<typename G::Element>(p, call.args.g, token);
-    const float* dt_bias = call.parameters.dt_bias;
-    for (int64_t hv = 0; hv < p.HV; ++hv, x += call.args.x.stride[3], g += call.args.g.stride[3], dt_bias += pitch) {
-      const ChannelGate& gate = call.parameters.gates[hv];
-      if (!gate.usual) unusual_row<X, G>(gate, x, dt_bias, g, p.K);
-      else if (gate.lower_bound == 0.f) forward_row<X, G, true>(gate, x, dt_bias, g, p.K, call.stream);
-      else forward_row<X, G, false>(gate, x, dt_bias, g, p.K, call.stream);
+    for (int64_t hv = 0, end; hv < p.HV; hv = end) {
+      const ChannelGate* gates = call.parameters.gates;
+      for (end = hv; end < p.HV && gates[end].usual; ++end) {}
+      const float* dt_bias = call.parameters.dt_bias + hv * pitch;
+      const auto* x_row = x + hv * call.args.x.stride[3];
+      auto* g_row = g + hv * call.args.g.stride[3];
+      if (end == hv) unusual_row<X, G>(gates[end++], x_row, dt_bias, g_row, p.K);
+      else if (p.lower_bound == 0.) forward_rows<X, G, true>(call, end - hv, gates + hv, x_row, dt_bias, g_row);
+      else forward_rows<X, G, false>(call, end - hv, gates + hv, x_row, dt_bias, g_row);
     }
   }
   if (call.stream) stream_fence();

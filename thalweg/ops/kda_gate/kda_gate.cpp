@@ -143,8 +143,10 @@ bool takes_vec(const Problem& p, const char* g, std::string* why) {
   return false;
 }
 
-bool streams(const Problem& p, const Device& device, int64_t bytes) {
-  return num_tokens(p) * p.HV * p.K * bytes > std::max(device.l3_bytes, device.l2_bytes);
+// A socket's cores share the L3, also with other machines: a thread can count on 8 MiB at most.
+bool streams(const Problem& p, const Device& device, int64_t num_threads, int64_t bytes) {
+  const int64_t kept = std::max(device.l2_bytes, std::min(device.l3_bytes, num_threads << 23));
+  return num_tokens(p) * p.HV * p.K * bytes > kept;
 }
 
 constexpr char kFwdChoices[] = "block=1|2|4|8|16|64 stream=0|1";
@@ -154,7 +156,8 @@ bool plan_vec_fwd(const Problem& p, const Device& device, Plan* plan, std::strin
   // About 32 K elements a task, and four tasks a thread.
   const int64_t most = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, p.HV * p.K));
   const int64_t block = std::clamp<int64_t>(ceil_div(num_tokens(p), 4 * plan->num_slots), 1, most);
-  const bool stream = streams(p, device, int64_t(thalweg_dtype_bytes(p.dtype) + thalweg_dtype_bytes(p.g_dtype)));
+  const int64_t bytes = int64_t(thalweg_dtype_bytes(p.dtype) + thalweg_dtype_bytes(p.g_dtype));
+  const bool stream = streams(p, device, plan->num_slots, bytes);
   return decide(&plan->values[kBlock], "block", block, 1, int64_t(1) << 30, why) &&
          decide(&plan->values[kStream], "stream", stream, 0, 1, why);
 }
@@ -164,7 +167,7 @@ bool plan_vec_bwd(const Problem& p, const Device& device, Plan* plan, std::strin
   plan->shared_bytes = shared_of(p, kVecGateBytes, kVecBiasBytes, num_blocks(p)).end;
   plan->values[kBlock] = backward_block(p);
   plan->values[kStream] =
-      streams(p, device, int64_t(2 * thalweg_dtype_bytes(p.dtype) + thalweg_dtype_bytes(p.g_dtype)));
+      streams(p, device, plan->num_slots, int64_t(2 * thalweg_dtype_bytes(p.dtype) + thalweg_dtype_bytes(p.g_dtype)));
   plan->values[kGroup] = std::max<int64_t>(1, kGroupColumns / std::max<int64_t>(1, row_pitch(p)));
   plan->slot_bytes = std::min(plan->values[kGroup], p.HV) * (row_pitch(p) + kVecHeadFloats) * 4;
   return true;
