@@ -145,7 +145,10 @@ __device__ inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
 __device__ inline void commit_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until this thread's bulk stores have read their sources.
 __device__ inline void wait_bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ inline void wait_bulk_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+template <int most = 0>  // groups that may be under way still
+__device__ inline void wait_bulk_stores() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(most) : "memory");
+}
 // Orders this thread's writes to shared memory before bulk stores that read them.
 __device__ inline void fence_before_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

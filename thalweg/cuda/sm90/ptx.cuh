@@ -95,6 +95,10 @@ __device__ inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, 
                "l"(src), "r"(bytes), "r"(bar)
                : "memory");
 }
+// `bytes` (a multiple of 16, as the address) into L2.
+__device__ inline void bulk_prefetch(const void* src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
 // A box of a tensor described by `map` (tensor_map.h, a __grid_constant__ parameter); counted by the barrier.
 __device__ inline void tensor_load_5d(uint32_t dst, const void* map, int x0, int x1, int x2, int x3, int x4,
                                       uint32_t bar) {

@@ -56,7 +56,7 @@ bool plan_sm90_chunk_fwd(const Problem& p, const Device& device, Plan* plan, std
   values[sm90::kNumSms] = device.num_sms;
   plan->shared_bytes = values[sm90::kPieces]       ? sm90::sums_end(p, values[sm90::kPieces])
                        : values[sm90::kPrepBlocks] ? sm90::flags_at(p) + sm90::flags_bytes(p)
-                                                   : sm90::flags_at(p);
+                                                   : sm90::flags_at(p) + sm90::kTicketInts * 4;
   return true;
 }
 

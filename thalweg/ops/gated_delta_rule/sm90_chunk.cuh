@@ -34,6 +34,8 @@ struct ChunkArgs {
   int* tickets;             // blocks that have started, then flags [slots HV]: factors are there; null: all are
   int prep_blocks;          // the first blocks to start make factors
   int num_sms;
+  int jobs;                  // pieces of chains
+  int* next_job;             // that no block has taken yet, where blocks go from chain to chain
   int pieces, piece_chunks;  // of a sequence, at most; chunks of a piece
   float *starts, *sums;      // [N HV pieces V K]: states before a piece; [N HV pieces-1]: N [V K], M [K K] of a piece
   int64_t N, B, T, H, HV, K, V;

@@ -77,17 +77,39 @@ __global__ void zero_tail_kernel(const __grid_constant__ Call call, int64_t K, i
   clear_scalars(call.args.d_g), clear_scalars(call.args.d_beta);
 }
 
+// K = 128: scans and, on the multiprocessors that they leave, gradients of the chunks that both directions have passed.
+// Blocks take their part in the order in which they start, so that gradients never wait for a scan that has not.
+template <class T>
+__global__ void __launch_bounds__(kGradThreads<128>, 1)
+    scan_and_gradient_kernel(const __grid_constant__ Call call, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) char raw[];
+  int* const ticket = reinterpret_cast<int*>(raw);
+  if (threadIdx.x == 0) *ticket = atomicAdd(call.ready(call.at.chunks, 0), 1);
+  __syncthreads();
+  const int block = *ticket, scans = int(2 * call.N * call.HV * call.VS);
+  __syncthreads();
+  if (block < scans)
+    scan_block<T, 128, true>(call, maps, raw, block);
+  else
+    gradient_block<T, 128, true>(call, maps, raw, block - scans, gridDim.x - scans);
+}
+
 template <class T, int K>
-void launch_all(const Call& call, const Maps& maps, const Exec& exec, int64_t num_sms) {
-  const int64_t per_key = call.at.chunks * call.H, chains = call.N * call.HV * call.VS;
-  const int64_t blocks = per_key < num_sms ? per_key : num_sms;
+void launch_all(const Call& call, const Maps& maps, const Exec& exec, int64_t gradient_blocks) {
+  const int64_t per_key = call.at.chunks * call.H, scans = 2 * call.N * call.HV * call.VS;
   const int64_t rounds = (call.HV / call.H + kPrepHeads - 1) / kPrepHeads;
+  const int64_t blocks = per_key < gradient_blocks ? per_key : gradient_blocks;
+  constexpr int64_t kScanBytes = sizeof(ScanSmem<K>), kGradBytes = sizeof(GradSmem<K>);
   cuda::launch(exec, "sm90_chunk_bwd prep", prep_kernel<T, K>, {per_key * rounds}, kPrepThreads, sizeof(PrepSmem<K>),
                call, maps);
-  cuda::launch(exec, "sm90_chunk_bwd scan", scan_kernel<T, K>, {2 * chains}, kScanThreads, sizeof(ScanSmem<K>), call,
-               maps);
-  cuda::launch(exec, "sm90_chunk_bwd gradients", gradient_kernel<T, K>, {blocks}, kGradThreads<K>, sizeof(GradSmem<K>),
-               call, maps);
+  if (call.beside) {
+    cuda::launch(exec, "sm90_chunk_bwd scan and gradients", scan_and_gradient_kernel<T>, {scans + blocks},
+                 kGradThreads<K>, kScanBytes > kGradBytes ? kScanBytes : kGradBytes, call, maps);
+  } else {
+    cuda::launch(exec, "sm90_chunk_bwd scan", scan_kernel<T, K>, {scans}, kScanThreads, kScanBytes, call, maps);
+    cuda::launch(exec, "sm90_chunk_bwd gradients", gradient_kernel<T, K>, {blocks}, kGradThreads<K>, kGradBytes, call,
+                 maps);
+  }
   if (call.spans)
     cuda::launch(exec, "sm90_chunk_bwd tail", zero_tail_kernel<T>, {264}, 256, 0, call, int64_t(K), 64 * call.VS);
 }
@@ -105,8 +127,8 @@ bool rows_aligned(const Args& a) {
 }  // namespace
 
 void sm90_chunk_bwd(const Problem& p, const Plan& plan, const Args& args, const Exec& exec) {
-  Call call{args,     chunk_bwd_layout(p), exec.workspace,     nullptr, p.B, p.T, p.H, p.HV, p.N,
-            p.V / 64, float(p.scale),      rows_aligned(args), false};
+  Call call{args, chunk_bwd_layout(p), exec.workspace, nullptr, p.B, p.T, p.H, p.HV, p.N, p.V / 64, float(p.scale)};
+  call.aligned = rows_aligned(args), call.beside = plan.values[1] != 0;
   Maps maps{};
   call.tma = make_token_map(args.q, 1, &maps.q) && make_token_map(args.k, 1, &maps.k) &&
              make_token_map(args.v, 1, &maps.v) &&
@@ -119,7 +141,7 @@ void sm90_chunk_bwd(const Problem& p, const Plan& plan, const Args& args, const 
   const bool wide = p.K == 128;
   const auto launch = p.dtype == THALWEG_BF16 ? (wide ? launch_all<cuda::bf16, 128> : launch_all<cuda::bf16, 64>)
                                               : (wide ? launch_all<cuda::f16, 128> : launch_all<cuda::f16, 64>);
-  launch(call, maps, exec, plan.values[0]);
+  launch(call, maps, exec, call.beside ? plan.values[1] : plan.values[0]);
 }
 
 }  // namespace thalweg::gated_delta_rule

@@ -32,6 +32,14 @@ struct Call {
   float scale;
   bool aligned;  // every row of q, k, v, d_o and their gradients starts at 16 bytes
   bool tma;      // there are maps of q, k, v and d_o
+  bool beside;   // gradients run beside the scans
+
+  // How many scans have left what a chunk and key head's gradients need; all of them: ready_count(). Behind the last,
+  // how many blocks have started.
+  __device__ int* ready(int64_t chunk, int64_t h) const {
+    return reinterpret_cast<int*>(workspace + at.ready) + chunk * H + h;
+  }
+  __device__ int ready_count() const { return int(2 * VS * (HV / H)); }
 
   __device__ char* state(int64_t part, int64_t chunk, int64_t hv, int64_t slice) const {
     return workspace + part + (chunk * HV + hv) * at.state + slice * at.slice;

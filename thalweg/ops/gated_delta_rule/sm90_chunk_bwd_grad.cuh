@@ -55,7 +55,7 @@ struct alignas(1024) GradSmem {
   uint64_t sums_full[2], sums_empty[2];
 };
 
-template <class T, int K>
+template <class T, int K, bool beside>
 struct Gradients {
   static constexpr int kBlocks = K / 64;  // of K, and of V
   const Call& call;
@@ -64,11 +64,12 @@ struct Gradients {
   const int group;
   int thread, warp, lane, g, c;  // of its warpgroup
   Lanes lanes{0};
-  int number = 0;      // items so far
-  uint32_t heads = 0;  // value heads so far
+  const uint32_t block, blocks;  // of those that make gradients
+  int number = 0;                // items so far
+  uint32_t heads = 0;            // value heads so far
 
-  __device__ Gradients(const Call& call, const Maps& maps, GradSmem<K>& s)
-      : call(call), maps(maps), s(s), group(int(call.HV / call.H)) {
+  __device__ Gradients(const Call& call, const Maps& maps, GradSmem<K>& s, uint32_t block, uint32_t blocks)
+      : call(call), maps(maps), s(s), group(int(call.HV / call.H)), block(block), blocks(blocks) {
     take_place();
   }
   // Anew for every head: kept, these and the addresses that follow from them would crowd the sums out of the registers.
@@ -102,25 +103,39 @@ struct Gradients {
 
   // ---- Moving ----
 
-  // The first item from index i on, in steps of the grid, that has tokens; returns the index.
-  __device__ int64_t find_item(int64_t i, GradItem& to) const {
-    const int64_t items = call.at.chunks * call.H;
-    for (; i < items; i += gridDim.x) {
-      const Chunk chunk = chunk_at(call, i / call.H);
+  // Beside the scans the chunks in the middle of sequences come first, as both directions pass them first.
+  __device__ uint32_t place_of_rank(uint32_t rank) const {
+    const uint32_t N = uint32_t(call.N), each = uint32_t(call.at.chunks) / N, k = rank / N;
+    if (k >= each) return rank;
+    return (rank - k * N) * each + each / 2 + (k % 2 == 0 ? k / 2 : ~(k / 2));
+  }
+  // The first item from index i on, in steps of the grid, that has tokens; returns the index. There are fewer than
+  // 2^31.
+  __device__ uint32_t find_item(uint32_t i, GradItem& to) const {
+    const uint32_t H = uint32_t(call.H), items = uint32_t(call.at.chunks) * H;
+    for (; i < items; i += blocks) {
+      const uint32_t rank = i / H, place = beside ? place_of_rank(rank) : rank;
+      const Chunk chunk = chunk_at(call, place);
       if (chunk.count == 0) continue;
-      to = {chunk, int(i / call.H), int(i % call.H)};
+      to = {chunk, int(place), int(i - rank * H)};
       return i;
     }
     to.place = -1;
     return i;
   }
+  __device__ void wait_for_scans(int place, int h) const {
+    while (cuda::sm90::load_acquire(call.ready(place, h)) < call.ready_count()) {
+    }
+    cuda::sm90::fence_proxy_async_global();
+  }
   // One thread: items, and by bulk copies all that the kernels before have left.
   __device__ void move_states() {
-    for (int64_t i = blockIdx.x;; i += gridDim.x) {
+    for (uint32_t i = block;; i += blocks) {
       GradItem& item = s.item[number % kItems];
       i = find_item(i, item);
       cuda::arrive(at(&s.item_full[number++ % kItems]));
       if (item.place < 0) return;
+      if constexpr (beside) wait_for_scans(item.place, item.h);
       for (int x = 0; x < group; ++x, ++heads) {
         const int hv = item.h * group + x;
         const uint32_t full = at(&s.head_full[heads % kHeadStages]);
@@ -544,10 +559,8 @@ struct Gradients {
 };
 
 // Blocks take items (a chunk and a key head) with a stride of the grid.
-template <class T, int K>
-__global__ void __launch_bounds__(kGradThreads<K>, 1)
-    gradient_kernel(const __grid_constant__ Call call, const __grid_constant__ Maps maps) {
-  extern __shared__ __align__(1024) char raw[];
+template <class T, int K, bool beside>
+__device__ void gradient_block(const Call& call, const Maps& maps, char* raw, uint32_t block, uint32_t blocks) {
   auto& s = *reinterpret_cast<GradSmem<K>*>(raw);
   constexpr int kBlocks = K / 64, kReaders = 4 * kBlocks + 4;  // warps that read a head's rows
   if (threadIdx.x == 0) {
@@ -569,13 +582,13 @@ __global__ void __launch_bounds__(kGradThreads<K>, 1)
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (role < kBlocks) {
     cuda::sm90::setmaxnreg_inc<K == 128 ? 168 : 216>();
-    Gradients<T, K>(call, maps, s).run_columns(role);
+    Gradients<T, K, beside>(call, maps, s, block, blocks).run_columns(role);
   } else if (role == kBlocks) {
     cuda::sm90::setmaxnreg_inc<K == 128 ? 128 : 216>();
-    Gradients<T, K>(call, maps, s).run_pairs();
+    Gradients<T, K, beside>(call, maps, s, block, blocks).run_pairs();
   } else {
     cuda::sm90::setmaxnreg_dec<K == 128 ? 48 : 72>();
-    Gradients<T, K> gradients(call, maps, s);
+    Gradients<T, K, beside> gradients(call, maps, s, block, blocks);
     if (gradients.warp == 0) {
       if (gradients.lane == 0) gradients.move_states();
     } else if (gradients.warp == 1) {
@@ -584,6 +597,13 @@ __global__ void __launch_bounds__(kGradThreads<K>, 1)
       gradients.make_scalars();
     }
   }
+}
+
+template <class T, int K>
+__global__ void __launch_bounds__(kGradThreads<K>, 1)
+    gradient_kernel(const __grid_constant__ Call call, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) char raw[];
+  gradient_block<T, K, false>(call, maps, raw, blockIdx.x, gridDim.x);
 }
 
 }  // namespace

@@ -328,6 +328,8 @@ __global__ void __launch_bounds__(kPrepThreads, 4)
   const uint32_t unit = blockIdx.x / rounds, place = unit / uint32_t(call.H), h = unit % uint32_t(call.H);
   const int x = int(blockIdx.x % rounds) * kPrepHeads, left = int(group) - x;
   const int heads = left < kPrepHeads ? left : kPrepHeads;
+  if (threadIdx.x == 0 && x == 0) *call.ready(place, h) = 0;
+  if (threadIdx.x == 0 && blockIdx.x == 0) *call.ready(call.at.chunks, 0) = 0;
   const Chunk chunk = chunk_at(call, place);
   if (chunk.count == 0) return;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;

@@ -18,7 +18,7 @@
 namespace thalweg::gated_delta_rule {
 namespace {
 
-constexpr int kScanThreads = 384;  // a warpgroup that computes, four warps that move, two that make d_v, two at rest
+constexpr int kScanThreads = 384;  // a warpgroup that computes, four warps that move, two that make d_v, two more
 constexpr int kStages = 3;
 
 template <int K>
@@ -37,6 +37,7 @@ struct alignas(1024) ScanSmem {
   char rows[kTile];            // r, [v][token], or y, [token][v]
   uint64_t full[kStages], decayed[kStages], empty[kStages];
   uint64_t state_full, state_empty, rows_full, rows_empty;
+  int stored;  // chunks whose states and rows are in memory
 };
 
 // A block's work.
@@ -166,17 +167,39 @@ __device__ void load_chunks(const Call& call, const Maps& maps, const Chain& w, 
 }
 
 // One thread: states, r and y.
-template <int K>
+template <int K, bool beside>
 __device__ void store_chunks(const Call& call, const Chain& w, const Sequence& seq, ScanSmem<K>& s) {
   uint32_t parity = 0;
+  const auto arrived = [&](int chunks) {
+    if constexpr (!beside) return;
+    __threadfence_block();
+    *static_cast<volatile int*>(&s.stored) = chunks;
+  };
   for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i, parity ^= 1) {
     const int64_t place = seq.first_chunk + walk.at();
     store_image(call.state(w.reverse ? call.at.dS : call.at.S, place, w.hv, w.slice), s.state, K / 64 * kTile,
                 s.state_full, s.state_empty, parity);
     store_image(call.rows(w.reverse ? call.at.y : call.at.r, place, w.hv, w.slice), s.rows, kTile, s.rows_full,
                 s.rows_empty, parity);
+    if constexpr (beside) cuda::wait_bulk_stores<2>();  // all but this chunk's
+    arrived(walk.i);
   }
   cuda::wait_bulk_stores();
+  arrived(int(seq.chunks()));
+}
+
+// One thread: tells the gradients of chunks that have been stored. A fence takes longer than the storing one has time.
+template <int K>
+__device__ void announce_chunks(const Call& call, const Chain& w, const Sequence& seq, const ScanSmem<K>& s) {
+  const int64_t h = w.hv / (call.HV / call.H);
+  int stored = 0;
+  for (ChunkWalk walk(seq, w.reverse); !walk.ends(); ++walk.i) {
+    while (stored <= walk.i) {
+      stored = *static_cast<const volatile int*>(&s.stored);
+      if (stored > walk.i) __threadfence();
+    }
+    atomicAdd(call.ready(seq.first_chunk + walk.at(), h), 1);
+  }
 }
 
 // In reverse, two warps: d_v = beta y.
@@ -487,13 +510,13 @@ struct Scan {
   }
 };
 
-template <class T, int K>
-__global__ void __launch_bounds__(kScanThreads, 1)
-    scan_kernel(const __grid_constant__ Call call, const __grid_constant__ Maps maps) {
-  extern __shared__ __align__(1024) char raw[];
+// beside: gradients take their chunks while it goes on.
+template <class T, int K, bool beside>
+__device__ void scan_block(const Call& call, const Maps& maps, char* raw, int block) {
+  constexpr int kMovingRegs = beside ? 88 : 136;  // beside gradients, of more threads
   auto& s = *reinterpret_cast<ScanSmem<K>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Chain chain = chain_of(call, blockIdx.x);
+  const Chain chain = chain_of(call, block);
   const bool has_d_v = chain.reverse && cuda::is_there(call.args.d_v);
   if (threadIdx.x == 0) {
     const auto init = [](uint64_t& barrier, int arrivals) {
@@ -503,6 +526,7 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     init(s.state_full, 4), init(s.state_empty, 1);
     init(s.rows_full, 4), init(s.rows_empty, has_d_v ? 1 + 2 : 1);
     cuda::fence_barrier_init();
+    s.stored = 0;
   }
   __syncthreads();
   const Sequence seq = sequence_at(call, chain.n);
@@ -514,17 +538,26 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     else
       scan.template run<false>(seq);
   } else {
-    cuda::sm90::setmaxnreg_dec<136>();
+    cuda::sm90::setmaxnreg_dec<kMovingRegs>();
     if (warp == 4) {
       load_chunks<T, K>(call, maps, chain, seq, s, lane);
     } else if (warp == 5) {
-      if (lane == 0) store_chunks<K>(call, chain, seq, s);
+      if (lane == 0) store_chunks<K, beside>(call, chain, seq, s);
     } else if (warp < 8) {
       if (chain.reverse) decay_chunks<T, K>(call, seq, s, int(threadIdx.x) - 192);
     } else if (warp < 10) {
       if (has_d_v) store_d_v<T, K>(call, chain, seq, s, int(threadIdx.x) - 256);
+    } else if (beside && threadIdx.x == 320) {
+      announce_chunks<K>(call, chain, seq, s);
     }
   }
+}
+
+template <class T, int K>
+__global__ void __launch_bounds__(kScanThreads, 1)
+    scan_kernel(const __grid_constant__ Call call, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) char raw[];
+  scan_block<T, K, false>(call, maps, raw, blockIdx.x);
 }
 
 }  // namespace

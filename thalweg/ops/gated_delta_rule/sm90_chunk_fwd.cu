@@ -47,18 +47,6 @@ namespace {
 
 using namespace cuda::sm90;
 
-// A sequence whose borders are wrong.
-template <class E>
-__device__ void fill_nan(const ChunkArgs& a, const Work<E>& work, int64_t length, int K, int columns) {
-  const float nan = cuda::nan_of<float>();
-  for (int64_t t = 0; t < length; ++t)
-    for (int j = threadIdx.x; j < columns; j += blockDim.x) work.o[t * a.o.stride[1] + j] = E(nan);
-  const thalweg_tensor& t = a.final_state;
-  if (!cuda::is_there(t)) return;
-  for (int i = threadIdx.x; i < K * columns; i += blockDim.x)
-    cuda::store_at<float>(t, work.final + i / columns * t.stride[2] + i % columns * t.stride[3], nan);
-}
-
 // A block that makes factors, its warpgroups on their own: first those of all first chunks, as the chains need them.
 template <class E, int KD>
 __device__ void run_prep(const ChunkArgs& a, const Maps& maps, char* bytes, int block) {
@@ -99,48 +87,43 @@ __global__ void __launch_bounds__(Layout<KD, slices, output>::kThreads, 1)
     chunk_fwd(const __grid_constant__ ChunkArgs a, const __grid_constant__ Maps maps) {
   using L = Layout<KD, slices, output>;
   extern __shared__ __align__(1024) char bytes[];
-  constexpr int kColumns = 64 * slices;
-  int block = blockIdx.x;
+  int job = blockIdx.x;
   if (slices == 1 && a.tickets) {
     // Blocks take their part in the order in which they start, so a chain never waits for one that has not.
     int* ticket = reinterpret_cast<int*>(bytes);
     if (threadIdx.x == 0) *ticket = atomicAdd(a.tickets, 1);
     __syncthreads();
-    block = *ticket - a.prep_blocks;
+    job = *ticket - a.prep_blocks;
     __syncthreads();
     if constexpr (slices == 1)
-      if (block < 0) return run_prep<E, KD>(a, maps, bytes, block + a.prep_blocks);
+      if (job < 0) return run_prep<E, KD>(a, maps, bytes, job + a.prep_blocks);
   }
-  const int piece = a.pieces ? block % a.pieces : 0;
-  if (a.pieces) block /= a.pieces;
-  const int64_t per_head = a.V / kColumns, head = block / per_head, v0 = block % per_head * kColumns;
-  const int64_t n = head / a.HV, hv = head % a.HV;
-  const cuda::Span span = span_of(a, n);
   Work<E> work;
-  if (!make_work(a, span, n, hv, v0, piece, work)) return grid_wait();
-  if (!span.valid) {
-    if (piece == 0) fill_nan(a, work, span.end - span.begin, KD, kColumns);
-    return grid_wait();
-  }
-  const Roles<E, KD, slices, output> roles{a, maps, work, smem_address(bytes), bytes};
-  if (threadIdx.x == 0) L::init_barriers(roles.smem);
+  if constexpr (!L::kGoesOn)
+    if (!find_work<E, L>(a, job, work)) return grid_wait();
+  const uint32_t smem = smem_address(bytes);
+  if (threadIdx.x == 0) L::init_barriers(smem);
   __syncthreads();
   const int group = threadIdx.x / kGroup;
+  const auto roles_of = [&](const Work<E>& work) { return Roles<E, KD, slices, output>{a, maps, work, smem, bytes}; };
   if (group == 0) {
     set_registers<L::kThreads, L::kLoadRegs>();
-    roles.run_loads();
+    if constexpr (L::kGoesOn)
+      each_work<E, L, true>(a, smem, bytes, [&](const auto& work) { roles_of(work).run_loads(); });
+    else
+      roles_of(work).run_loads();
   } else if (L::kHandsOver && group == 1) {
-    if constexpr (L::kHandsOver) {
-      set_registers<L::kThreads, L::kOutRegs>();
-      roles.run_output();
-    }
+    set_registers<L::kThreads, L::kOutRegs>();
+    if constexpr (L::kHandsOver) roles_of(work).run_output();
   } else {
     set_registers<L::kThreads, L::kChainRegs>();
-    if constexpr (L::kHandsOver)
-      roles.run_chain(group - 2);
+    if constexpr (L::kGoesOn)
+      each_work<E, L, false>(a, smem, bytes,
+                             [&](const auto& work) { roles_of(work).run_chain_with_output(group - 1); });
     else
-      roles.run_chain_with_output(group - 1);
+      roles_of(work).run_chain(group - 2);
   }
+  grid_wait();
 }
 
 // Rows past the last sequence.
@@ -178,7 +161,7 @@ void launch_fwd(const Problem& p, const ChunkArgs& a, const Maps& maps, const Ex
   constexpr int64_t kPrepBytes = slices == 1 ? kPrepGroups * sizeof(PrepSmem<KD>) : 0;
   constexpr int64_t kBytes = L::kBytes > kPrepBytes ? L::kBytes : kPrepBytes;
   static_assert(kBytes <= 227 * 1024 && (slices > 1 || L::kThreads == kPrepThreads));
-  const int64_t blocks = a.prep_blocks + p.N * p.HV * (p.V / (64 * slices)) * (a.pieces ? a.pieces : 1);
+  const int64_t blocks = a.prep_blocks + (L::kGoesOn && a.jobs > a.num_sms ? a.num_sms : a.jobs);
   if (a.tickets)
     cuda::launch(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices, output>, {blocks}, L::kThreads, kBytes, a, maps);
   else
@@ -240,6 +223,10 @@ void sm90_chunk_fwd(const Problem& p, const Plan& plan, const thalweg_gated_delt
     args.starts = reinterpret_cast<float*>(exec.workspace + starts_at(p));
     args.sums = reinterpret_cast<float*>(exec.workspace + sums_at(p, args.pieces));
   }
+  const int64_t jobs = p.N * p.HV * (p.V / 64 / plan.values[kColumnBlocks]) * (args.pieces ? args.pieces : 1);
+  if (jobs > INT32_MAX)
+    fail(THALWEG_INTERNAL, "sm90_chunk_fwd: chains, got %lld, expected at most 2^31 - 1", static_cast<long long>(jobs));
+  args.jobs = int(jobs), args.next_job = reinterpret_cast<int*>(exec.workspace + flags_at(p));
   args.N = p.N, args.B = p.B, args.T = p.T, args.H = p.H, args.HV = p.HV, args.K = p.K, args.V = p.V;
   args.every = p.every, args.scale = float(p.scale);
   args.l2norm = a.use_qk_l2norm, args.gate = a.use_gate, args.sigmoid = a.use_beta_sigmoid;

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Layout<KD, 1, Output::kNone>::kThreads, 2)
   const int column = part % (kParts / 2) * 64;
   const cuda::Span span = span_of(a, n);
   Work<E> work;
-  if (!span.valid || !make_work(a, span, n, hv, column, piece, work) || work.last) return grid_wait();
+  if (!span.valid || !make_work(a, span, n, hv, column, a.pieces, piece, work) || work.last) return grid_wait();
   work.given_piece = false;
   if (piece > 0) work.start = is_M ? Start::kIdentity : Start::kZero;
   work.final = (((head * (a.pieces - 1) + piece) * 2 + is_M) * KD + column) * KD;

@@ -52,6 +52,7 @@ template <class E, int KD>
 __global__ void __launch_bounds__(kPrepThreads, 1)
     chunk_prep(const __grid_constant__ ChunkArgs a, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) char bytes[];
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.next_job = min(a.jobs, a.num_sms);
   grid_let_next_start();
   run_slots<E, KD>(a, maps, bytes);
 }

@@ -18,10 +18,15 @@ enum class Output { kGroup, kChains, kNone };
 // last).
 template <int KD, int slices, Output output>
 struct Layout {
-  static constexpr bool kHasOutput = output != Output::kNone, kHandsOver = output == Output::kGroup;
+  static constexpr bool kHasOutput = output != Output::kNone, kHandsOver = output == Output::kGroup,
+                        kGoesOn = output == Output::kChains;  // from chain to chain
   static constexpr int kKeyStages = KD == 64 ? 4 : 3, kQueryStages = kHasOutput ? kKeyStages : 0;
   static constexpr int kThreads = kGroup * (1 + kHandsOver + slices);
-  static constexpr int kLoadRegs = 56, kOutRegs = 152, kChainRegs = !kHasOutput ? 200 : slices == 1 ? 240 : 224;
+  static constexpr int kColumns = 64 * slices, kHeadBlocks = KD / kColumns;  // V = K
+  static constexpr int kLoadRegs = 56, kOutRegs = 152, kChainRegs = !kHasOutput ? 200 : kHandsOver ? 240 : 224;
+  // More than a block starts with, and a group would wait for ever.
+  static_assert(kGroup * (kLoadRegs + kHandsOver * kOutRegs + slices * kChainRegs) <=
+                65536 / kThreads / 8 * 8 * kThreads);
   static constexpr uint32_t kTile = KD / 64 * kBlockBytes;  // of K or Q
   // Stages: K, V, A; and Q, P.
   static constexpr uint32_t kV = kTile, kA = kV + slices * kBlockBytes, kKeyBytes = kA + kBlockBytes;
@@ -39,7 +44,9 @@ struct Layout {
   static constexpr uint32_t kKeysFull = kBars, kKeysEmpty = kKeysFull + 8 * kKeyStages,
                             kQueriesFull = kKeysEmpty + 8 * kKeyStages, kQueriesEmpty = kQueriesFull + 8 * kQueryStages,
                             kStateReady = kQueriesEmpty + 8 * kQueryStages, kDeltaReady = kStateReady + 16 * slices,
-                            kExchangeFree = kDeltaReady + 16 * slices, kBytes = kExchangeFree + 16 * slices;
+                            kExchangeFree = kDeltaReady + 16 * slices, kJobsFull = kExchangeFree + 16 * slices,
+                            kJobsEmpty = kJobsFull + 16, kJobs = kJobsEmpty + 16,
+                            kBytes = kGoesOn ? kJobs + 8 : kJobsFull;
 
   // By one thread, before the block's first __syncthreads().
   static __device__ void init_barriers(uint32_t smem) {
@@ -51,7 +58,11 @@ struct Layout {
       mbarrier_init(smem + kQueriesFull + 8 * i, 2);
       mbarrier_init(smem + kQueriesEmpty + 8 * i, output == Output::kChains ? 4 * slices : 4);
     }
-    for (uint32_t bar = kStateReady; bar < kBytes; bar += 8) mbarrier_init(smem + bar, 4);
+    for (uint32_t bar = kStateReady; bar < kJobsFull; bar += 8) mbarrier_init(smem + bar, 4);
+    for (int i = 0; kGoesOn && i < 2; ++i) {
+      mbarrier_init(smem + kJobsFull + 8 * i, 1);
+      mbarrier_init(smem + kJobsEmpty + 8 * i, kThreads / 32 - 1);  // a warp takes the jobs, the others read them
+    }
     mbarrier_init_fence();
   }
 };
@@ -70,19 +81,23 @@ struct Work {
   int b, t, h, hv, v0;                 // its first token, heads, first column of V: places in the maps
   int every;                           // chunks between checkpoints, 0: none are kept
   int first;                           // chunk of the sequence that is chunk 0 here
+  int64_t length;                      // of the sequence
+  int before;                          // chunks that went through the rings for the block's earlier work
   Start start;
   bool given_piece;  // `initial` is an offset into a.starts
   bool last;         // its state is the final one
+  bool valid;        // false: borders are wrong, and nothing is read
 };
 
-// Piece `piece` (0 with whole sequences) of sequence n, head hv, columns of V from v0. False: there is none.
+// Piece `piece` of `pieces` (0 of 0: all) of sequence n, head hv, columns of V from v0. False: there is none.
 template <class E>
 __device__ inline bool make_work(const ChunkArgs& a, const cuda::Span& span, int64_t n, int64_t hv, int64_t v0,
-                                 int piece, Work<E>& work) {
+                                 int pieces, int piece, Work<E>& work) {
   const int64_t length = span.end - span.begin, h = hv / (a.HV / a.H);
-  const int chunks = int((length + kChunk - 1) / kChunk), first = a.pieces ? piece * a.piece_chunks : 0;
+  const int chunks = int((length + kChunk - 1) / kChunk), first = pieces ? piece * a.piece_chunks : 0;
   if (piece > 0 && first >= chunks) return false;
-  work.first = first, work.chunks = a.pieces ? min(chunks - first, a.piece_chunks) : chunks;
+  work.first = first, work.chunks = !span.valid ? 0 : pieces ? min(chunks - first, a.piece_chunks) : chunks;
+  work.length = length, work.before = 0, work.valid = span.valid;
   work.last = first + work.chunks == chunks;
   work.tail = work.last ? int(length - (chunks - 1) * int64_t(kChunk)) : kChunk;
   const int64_t row = span.begin + int64_t(first) * kChunk, slot = first_slot(span.begin, n) + first;
@@ -92,7 +107,7 @@ __device__ inline bool make_work(const ChunkArgs& a, const cuda::Span& span, int
   work.flags = a.tickets + kTicketInts + slot * a.HV + hv;
   work.start = Start::kGiven, work.given_piece = piece > 0;
   work.initial = piece > 0
-                     ? (((n * a.HV + hv) * a.pieces + piece) * a.V + v0) * a.K
+                     ? (((n * a.HV + hv) * pieces + piece) * a.V + v0) * a.K
                      : n * a.initial_state.stride[0] + hv * a.initial_state.stride[1] + v0 * a.initial_state.stride[3];
   work.final = n * a.final_state.stride[0] + hv * a.final_state.stride[1] + v0 * a.final_state.stride[3];
   work.checkpoint = first_checkpoint(a, span.begin, n) * a.chunk_states.stride[0] + hv * a.chunk_states.stride[1] +
@@ -108,6 +123,44 @@ __device__ inline void warp_arrive(uint32_t bar) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(bar);
 }
 
+// The piece of a chain with this number: false if there is none.
+template <class E, class L>
+__device__ inline bool find_work(const ChunkArgs& a, int job, Work<E>& work) {
+  const int pieces = L::kGoesOn ? 0 : a.pieces, piece = pieces ? job % pieces : 0;
+  const int chain = pieces ? job / pieces : job, head = chain / L::kHeadBlocks, n = head / int(a.HV);
+  const cuda::Span span = span_of(a, n);
+  return make_work(a, span, n, head - n * int(a.HV), chain % L::kHeadBlocks * L::kColumns, pieces, piece, work);
+}
+
+// A block that goes from chain to chain: run(work) for each. The first job is the block's number. The others its second
+// warp takes from a.next_job, which the kernel before this one sets, and hands on: once all of the last one's loads are
+// under way, and not before, or jobs would wait behind a long chain.
+template <class E, class L, bool of_loads, class Run>
+__device__ inline void each_work(const ChunkArgs& a, uint32_t smem, char* bytes, Run run) {
+  const bool takes = of_loads && threadIdx.x / 32 == 1;
+  int before = 0;
+  for (int i = 0, job = blockIdx.x; job < a.jobs; ++i) {
+    Work<E> work;
+    find_work<E, L>(a, job, work);
+    work.before = before, before += work.chunks;
+    run(work);
+    const uint32_t full = smem + L::kJobsFull + 8 * (i & 1), empty = smem + L::kJobsEmpty + 8 * (i & 1);
+    int* const place = reinterpret_cast<int*>(bytes + L::kJobs) + (i & 1);
+    if (takes) {
+      mbarrier_wait(empty, (uint32_t(i / 2) & 1) ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        *place = job = atomicAdd(a.next_job, 1);
+        mbarrier_arrive(full);
+      }
+      job = __shfl_sync(0xffffffffu, job, 0);
+    } else {
+      mbarrier_wait(full, uint32_t(i / 2) & 1);
+      job = *place;
+      warp_arrive(empty);
+    }
+  }
+}
+
 template <class E, int KD, int slices, Output output>
 struct Roles {
   using L = Layout<KD, slices, output>;
@@ -119,22 +172,29 @@ struct Roles {
   char* const bytes;    // the same
   const int thread = threadIdx.x % kGroup, warp = thread / 32, lane = thread % 32;
 
-  __device__ uint32_t keys(int c) const { return smem + uint32_t(c % L::kKeyStages) * L::kKeyBytes; }
-  __device__ uint32_t keys_full(int c) const { return smem + L::kKeysFull + uint32_t(c % L::kKeyStages) * 8; }
-  __device__ uint32_t keys_empty(int c) const { return smem + L::kKeysEmpty + uint32_t(c % L::kKeyStages) * 8; }
-  __device__ uint32_t keys_parity(int c) const { return uint32_t(c / L::kKeyStages) & 1; }
+  // Chunk c of this work in the rings.
+  __device__ int round(int c) const { return L::kGoesOn ? work.before + c : c; }
+  __device__ uint32_t keys(int c) const { return smem + uint32_t(round(c) % L::kKeyStages) * L::kKeyBytes; }
+  __device__ uint32_t keys_full(int c) const { return smem + L::kKeysFull + uint32_t(round(c) % L::kKeyStages) * 8; }
+  __device__ uint32_t keys_empty(int c) const { return smem + L::kKeysEmpty + uint32_t(round(c) % L::kKeyStages) * 8; }
+  __device__ uint32_t keys_parity(int c) const { return uint32_t(round(c) / L::kKeyStages) & 1; }
   __device__ uint32_t queries(int c) const {
-    return smem + L::kQueries + uint32_t(c % L::kQueryStages) * L::kQueryBytes;
+    return smem + L::kQueries + uint32_t(round(c) % L::kQueryStages) * L::kQueryBytes;
   }
-  __device__ uint32_t queries_full(int c) const { return smem + L::kQueriesFull + uint32_t(c % L::kQueryStages) * 8; }
-  __device__ uint32_t queries_empty(int c) const { return smem + L::kQueriesEmpty + uint32_t(c % L::kQueryStages) * 8; }
-  __device__ uint32_t queries_parity(int c) const { return uint32_t(c / L::kQueryStages) & 1; }
+  __device__ uint32_t queries_full(int c) const {
+    return smem + L::kQueriesFull + uint32_t(round(c) % L::kQueryStages) * 8;
+  }
+  __device__ uint32_t queries_empty(int c) const {
+    return smem + L::kQueriesEmpty + uint32_t(round(c) % L::kQueryStages) * 8;
+  }
+  __device__ uint32_t queries_parity(int c) const { return uint32_t(round(c) / L::kQueryStages) & 1; }
   __device__ const float* key_row(int c, GateRow row) const {
-    return reinterpret_cast<const float*>(bytes + L::kKeyRows + uint32_t(c % L::kKeyStages) * kKeyRowBytes) +
+    return reinterpret_cast<const float*>(bytes + L::kKeyRows + uint32_t(round(c) % L::kKeyStages) * kKeyRowBytes) +
            row * kChunk;
   }
   __device__ const float* query_row(int c) const {
-    return reinterpret_cast<const float*>(bytes + L::kQueryRows + uint32_t(c % L::kQueryStages) * kQueryRowBytes);
+    return reinterpret_cast<const float*>(bytes + L::kQueryRows +
+                                          uint32_t(round(c) % L::kQueryStages) * kQueryRowBytes);
   }
   __device__ uint32_t exchange(int slice, int c) const {  // this warp's part: [state, delta], 512 bytes a row
     return smem + L::kExchanges + uint32_t(2 * slice + (c & 1)) * L::kExchange + warp * (L::kExchange / 4) + lane * 16;
@@ -222,10 +282,20 @@ struct Roles {
     bulk_load(rows, rows_from, row_bytes, bar);
   }
 
+  // The state before the first chunk into L2, while the chains are still at the work before this one.
+  __device__ void fetch_state() const {
+    const thalweg_tensor& t = a.initial_state;
+    if (lane != 0 || !cuda::is_there(t) || t.dtype != THALWEG_F32) return;
+    const bool dense = (t.stride[3] == 1 && t.stride[2] == a.V) || (t.stride[2] == 1 && t.stride[3] == a.K);
+    const float* from = static_cast<const float*>(t.data) + work.initial;
+    if (dense && reinterpret_cast<uintptr_t>(from) % 16 == 0) bulk_prefetch(from, uint32_t(a.K * a.V * 4));
+  }
+
   // Whether the factors are there is asked before there is room for them, which comes later as a rule.
   __device__ void run_loads() const {
     const bool of_keys = warp < 2;
     if (warp % 2 == 1) grid_wait();  // a kernel before this one may make the factors
+    if (L::kGoesOn && warp == 2) fetch_state();
     for (int c = 0; c < work.chunks; ++c) {
       const char* from = warp % 2 == 1 ? wait_factors(c) : nullptr;
       if (of_keys)
@@ -234,14 +304,14 @@ struct Roles {
         mbarrier_wait(queries_empty(c), queries_parity(c) ^ 1);
       if (warp == 0) load_keys(c);
       if (warp == 1)
-        load_factors(keys(c) + L::kA, from, smem + L::kKeyRows + uint32_t(c % L::kKeyStages) * kKeyRowBytes,
+        load_factors(keys(c) + L::kA, from, smem + L::kKeyRows + uint32_t(round(c) % L::kKeyStages) * kKeyRowBytes,
                      from + kKeyRowsAt, kKeyRowBytes, keys_full(c));
       if constexpr (!summary) {
         if (warp == 2) load_queries(c);
         if (warp == 3)
           load_factors(queries(c) + L::kP, from + kPAt,
-                       smem + L::kQueryRows + uint32_t(c % L::kQueryStages) * kQueryRowBytes, from + kQueryRowsAt,
-                       kQueryRowBytes, queries_full(c));
+                       smem + L::kQueryRows + uint32_t(round(c) % L::kQueryStages) * kQueryRowBytes,
+                       from + kQueryRowsAt, kQueryRowBytes, queries_full(c));
       }
     }
   }
@@ -401,7 +471,21 @@ struct Roles {
     wgmma_commit();
   }
 
+  // A sequence whose borders are wrong.
+  __device__ void fill_nan(int slice) const {
+    const float nan = cuda::nan_of<float>();
+    if (work.first > 0) return;  // by its first piece
+    for (int64_t t = 0; t < work.length; ++t)
+      if (thread < 64) work.o[t * a.o.stride[1] + 64 * slice + thread] = E(nan);
+    const thalweg_tensor& t = a.final_state;
+    if (!cuda::is_there(t)) return;
+    for (int i = thread; i < KD * 64; i += kGroup)
+      cuda::store_at<float>(t, work.final + i / 64 * t.stride[2] + (64 * slice + i % 64) * t.stride[3], nan);
+  }
+
   __device__ void run_chain(int slice) const {
+    if constexpr (!summary)
+      if (!work.valid) return fill_nan(slice);
     float s[KD / 2];
     load_state(s, slice);
     if (work.chunks > 0)
@@ -453,6 +537,7 @@ struct Roles {
   // The same with O in the chain's own hands: twelve more products a chunk, but nothing goes through shared memory to
   // others. O leaves while the next chunk's first product runs.
   __device__ void run_chain_with_output(int slice) const {
+    if (!work.valid) return fill_nan(slice);
     float s[KD / 2];
     uint32_t rows[4][4];  // O of the last chunk
     load_state(s, slice);
