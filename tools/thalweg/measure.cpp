@@ -230,6 +230,14 @@ void Runner::call(void* stream) {
   next_ = (next_ + 1) % problems_.size();
 }
 
+void Runner::renew() {
+  if (copies() > 1 || std::none_of(case_.pass->fields, case_.pass->fields + case_.pass->num_fields,
+                                   [](const thalweg_field& f) { return f.role == THALWEG_INOUT; }))
+    return;
+  problems_[0].poison_outputs();
+  call();
+}
+
 double time_calls(Runner& runner, int64_t calls) {
   auto start = Clock::now();
   for (int64_t i = 0; i < calls; ++i) runner.call();
@@ -269,6 +277,7 @@ Timing time_case(Runner& runner, double seconds) {
   while (seconds_since(start) < std::min(0.1, seconds / 4)) time_calls(runner, calls);
   std::vector<double> samples;
   for (;;) {
+    runner.renew();
     samples.push_back(time_calls(runner, calls) / double(calls) * 1e6);
     bool over = seconds_since(start) > seconds && samples.size() >= 3;
     if (over || (samples.size() >= 20 && samples.size() % 5 == 0 && spread_of(samples) < 0.01)) break;

@@ -76,6 +76,10 @@ class Runner {
  public:
   Runner(const testing::Case& c, bool cold);
   void call(void* stream = nullptr);  // the next copy; throws Error; on CUDA it is only issued, on `stream`
+  // Where calls take one copy again and again: what they change in place back to its first values, and a call, which
+  // brings it into the caches. The same token decoded thousands of times would leave numbers that no model has: with a
+  // gate, subnormal ones.
+  void renew();
   bool on_cuda() const { return testing::on_cuda(case_); }
   int64_t copies() const { return int64_t(problems_.size()); }
   std::string kernel() const { return problems_[0].kernel(); }
