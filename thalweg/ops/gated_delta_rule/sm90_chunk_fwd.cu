@@ -98,32 +98,41 @@ __global__ void __launch_bounds__(Layout<KD, slices, output>::kThreads, 1)
     if constexpr (slices == 1)
       if (job < 0) return run_prep<E, KD>(a, maps, bytes, job + a.prep_blocks);
   }
-  Work<E> work;
-  if constexpr (!L::kGoesOn)
-    if (!find_work<E, L>(a, job, work)) return grid_wait();
   const uint32_t smem = smem_address(bytes);
-  if (threadIdx.x == 0) L::init_barriers(smem);
-  __syncthreads();
   const int group = threadIdx.x / kGroup;
-  const auto roles_of = [&](const Work<E>& work) { return Roles<E, KD, slices, output>{a, maps, work, smem, bytes}; };
-  if (group == 0) {
-    set_registers<L::kThreads, L::kLoadRegs>();
-    if constexpr (L::kGoesOn)
+  if constexpr (L::kGoesOn) {
+    if (threadIdx.x == 0) L::init_barriers(smem);
+    __syncthreads();
+    const auto roles_of = [&](const Work<E>& work) { return Roles<E, KD, slices, output>{a, maps, work, smem, bytes}; };
+    if (group == 0) {
+      set_registers<L::kThreads, L::kLoadRegs>();
       each_work<E, L, true>(a, smem, bytes, [&](const auto& work) { roles_of(work).run_loads(); });
-    else
-      roles_of(work).run_loads();
-  } else if (L::kHandsOver && group == 1) {
-    set_registers<L::kThreads, L::kOutRegs>();
-    if constexpr (L::kHandsOver) roles_of(work).run_output();
-  } else {
-    set_registers<L::kThreads, L::kChainRegs>();
-    if constexpr (L::kGoesOn)
+    } else {
+      set_registers<L::kThreads, L::kChainRegs>();
       each_work<E, L, false>(a, smem, bytes,
                              [&](const auto& work) { roles_of(work).run_chain_with_output(group - 1); });
-    else
-      roles_of(work).run_chain(group - 2);
+    }
+  } else {
+    Work<E> work;
+    if (!find_work<E, L>(a, job, work)) return grid_wait();
+    const Roles<E, KD, slices, output> roles{a, maps, work, smem, bytes};
+    if (!work.valid) {
+      if (group >= 2) roles.fill_nan(group - 2);
+      return grid_wait();
+    }
+    if (threadIdx.x == 0) L::init_barriers(smem);
+    __syncthreads();
+    if (group == 0) {
+      set_registers<L::kThreads, L::kLoadRegs>();
+      roles.run_loads();
+    } else if (group == 1) {
+      set_registers<L::kThreads, L::kOutRegs>();
+      roles.run_output();
+    } else {
+      set_registers<L::kThreads, L::kChainRegs>();
+      roles.run_chain(group - 2);
+    }
   }
-  grid_wait();
 }
 
 // Rows past the last sequence.

@@ -127,9 +127,9 @@ __device__ inline void warp_arrive(uint32_t bar) {
 template <class E, class L>
 __device__ inline bool find_work(const ChunkArgs& a, int job, Work<E>& work) {
   const int pieces = L::kGoesOn ? 0 : a.pieces, piece = pieces ? job % pieces : 0;
-  const int chain = pieces ? job / pieces : job, head = chain / L::kHeadBlocks, n = head / int(a.HV);
+  const int64_t chain = pieces ? job / pieces : job, head = chain / L::kHeadBlocks, n = head / a.HV;
   const cuda::Span span = span_of(a, n);
-  return make_work(a, span, n, head - n * int(a.HV), chain % L::kHeadBlocks * L::kColumns, pieces, piece, work);
+  return make_work(a, span, n, head % a.HV, chain % L::kHeadBlocks * L::kColumns, pieces, piece, work);
 }
 
 // A block that goes from chain to chain: run(work) for each. The first job is the block's number. The others its second
@@ -484,8 +484,6 @@ struct Roles {
   }
 
   __device__ void run_chain(int slice) const {
-    if constexpr (!summary)
-      if (!work.valid) return fill_nan(slice);
     float s[KD / 2];
     load_state(s, slice);
     if (work.chunks > 0)
