@@ -17,6 +17,8 @@
 //           g, beta and states of any dtype and strides, packed sequences. Not the fused norm, gate and sigmoid.
 // Grid      prep: a block a chunk and two value heads of a key head. Scans: one grid for both directions, a block a
 //           sequence, value head and 64 columns of V. Gradients: a block an SM, which walks over chunks and key heads.
+//           Where scans take a quarter of the multiprocessors or less, one grid has both: gradients begin in the middle
+//           of the sequences, which both directions pass first, and wait for a count of the scans that have passed.
 // Tile      64 tokens x 64 columns of V x K; see the three .cuh
 // Smem      K = 128: prep 51 KiB, scans 219 KiB, gradients 214 KiB
 // Regs      K = 128: prep 128 of 128 threads, four blocks a multiprocessor; scans setmaxnreg 232 to the group that
@@ -40,13 +42,16 @@
 //             latencies. States, g and beta of float32 go without.
 //           - Which group of columns a warpgroup is goes through __shfl_sync, or ptxas keeps every description of a
 //             tile in registers of its own and spills.
-// Measured  H200, bf16, K = V = 128, initial_state and d_final_state, graph replay, microseconds, by a driver: 1x8192
-//           H16 HV32 460 (prep 57, scans 241, gradients 162 by a profiler); packed 4x2048 462; 1x32768 1777; 1x8192 H2
-//           HV8 243 (17, 177, 41); B2 T2048 H4 HV8 K = V = 64 67. At 1x8192 the kernels move 1.5 GB, 360 at the rate of
-//           a copy: scans at 70 % and gradients at 77 % of the memory's rate. With 8 value heads the scans are a chain
-//           of 128 chunks, 2600 clocks each, where the products take 900. By records without d_o, whose tiles do not
-//           come by TMA then: 600, 530, -, 363, 76. Scans and gradients that start while the kernel before them ends:
-//           237 with 8 value heads, but 494 and 2016 for the first and the third, lost
+// Measured  H200, bf16, K = V = 128, initial_state and d_final_state, microseconds, in records: 1x8192 H16 HV32 461 (by a
+//           profiler prep 57, scans 241, gradients 162); packed 4x2048 458; 1x32768 1788; 1x8192 H2 HV8 208 (scans and
+//           gradients one after the other, by a driver: 239, of them 17, 177, 41); B2 T2048 H4 HV8 K = V = 64 64. g and
+//           beta [B HV T]: 455; q, k, v [B H T K]: 468. At 1x8192 the kernels move 1.5 GB, 360 at the rate of a copy:
+//           scans at 70 % and gradients at 77 % of the memory's rate. With 8 value heads the scans are a chain of 128
+//           chunks, 2600 clocks each, where the products take 900. Without d_o tiles do not come by TMA: 1x8192 600.
+//           Lost: scans and gradients that start while the kernel before them ends (494 and 2016 for the first and the
+//           third); gradients beside the scans as a grid of their own, started early: what the grid before has written
+//           is not seen until that grid ends (251); by the thread that stores, which a fence for each chunk holds up
+//           (317); with more scans (16 value heads 338 against 325), or K = 64 (67 against 66).
 #include "thalweg/ops/gated_delta_rule/problem.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_grad.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_bwd_prep.cuh"

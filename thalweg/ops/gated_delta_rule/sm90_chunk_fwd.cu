@@ -7,7 +7,8 @@
 //             O^T  = (S^T Q^T) D(2^G rq scale) + V'^T P^T            output, S before the chunk
 // Shapes    q,k [B,T,H,K]  v,o [B,T,HV,V]  initial,final_state [N,HV,K,V]
 // Takes     K = V in {64, 128}, bf16 or f16, any strides of tokens and heads, states of any dtype
-// Grid      one block a sequence, value head and 64 kSlices columns of V. Where these leave multiprocessors free, the
+// Grid      one block a sequence, value head and 64 kSlices columns of V; of two slices a block a multiprocessor, which
+//           goes from one to the next. Where these leave multiprocessors free, the
 //           blocks that start first make the factors, chunk by chunk, and the others wait for a flag; else a kernel
 //           before this one makes them (sm90_chunk_prep.cu). Where they leave three quarters free and sequences are
 //           long, one block a piece of a sequence instead: two more kernels before this one find the states before
@@ -31,12 +32,15 @@
 //           chain's block (2770 clocks a chunk), 188 with P from the factors, rows of factors in registers before the
 //           waits and a warp for each stream of loads, 177 with flags asked first (2160 clocks: 640 of products, the
 //           rest their latency, shared memory and the output group's products in between). In records: 177; 1x32768
-//           656; 1x8192 H2 HV8 88; packed 4x2048 142, 8x1024 HV64 271, 4x8192 HV64 896 (by a driver 140, 257, 838: 60,
-//           92 and 270 of them factors); B2 T2048 H4 HV8 K64 39. g, beta or q, k, v of other strides: the same
+//           656; 1x8192 H2 HV8 88; packed 4x2048 141, 8x1024 HV64 261, 4x8192 HV64 880 (by a driver 140, 249, 818: 60,
+//           92 and 270 of them factors); B2 T2048 H4 HV8 K64 39. g, beta or q, k, v of other strides: the same.
+//           Blocks that go from chain to chain, by a driver in the same run: 258 to 249, 838 to 818; packed sequences
+//           of 4096 to 64, HV64, 252 to 248, the longest last 301 to 292
 //           Lost: O by the chain with one slice (237 against 226); O's first product before the last O leaves (893
 //           against 850) or behind the second product (904); with two slices an output group, which the chains waited
-//           for (305 against 287 at 8x1024). A block of two slices spends 16 us before its first and after its last
-//           chunk: a block that goes from chain to chain would not.
+//           for (305 against 287 at 8x1024); the next chain taken when the last one's loads begin, so that it waits
+//           behind a long chain (packed sequences of 4096 to 64: 264 against 252); one slice with its work looked up by
+//           each role, as blocks that go on have it (1x32768: 665 against 650).
 #include "thalweg/cuda/sm90/launch_behind.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_prep.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_roles.cuh"
