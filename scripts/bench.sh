@@ -3,7 +3,8 @@
 # of layouts, and Kimi delta attention beside the gated delta rule, on two threads, with AVX-512 (where the machine has
 # it; beside it AMX where a pass has such a row) and AVX2 kernels.
 #
-#   scripts/bench.sh OUT.jsonl [PROCESSES [SECONDS]]     (5 processes of 1 second by default; about 15 minutes)
+#   scripts/bench.sh OUT.jsonl [PROCESSES [SECONDS]]     (5 processes of 1 second by default; more than an hour,
+#                                                most of it verification)
 #
 # The machine should be idle. Then: bench/report.py.
 set -euo pipefail
