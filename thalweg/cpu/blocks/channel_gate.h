@@ -103,14 +103,15 @@ template <int64_t N>
   return t[0];
 }
 
-// t = 2^(x exponent) for x exponent in [-127, 0], to 5e-7; 0 below -126.5. With steps of 1/16 or 1/8 of a power of two
-// from a table that is one register, whose shuffles leave the multipliers free.
+// t = 2^(x exponent) for x exponent in [-127, 0], to 5e-7; 0 below -126.5. kAll (AVX-512): 0 from -126 down, where many
+// x may be so far out, as a subnormal number costs a hundred cycles. With steps of 1/16 or 1/8 of a power of two from a
+// table that is one register, whose shuffles leave the multipliers free.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 // The bits of 2^(j/16), less j where the shift below will add it.
 alignas(64) constexpr uint32_t kRoots[16] = {
     0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
     0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
-template <int64_t N>
+template <int64_t N, bool kAll = false>
 [[gnu::always_inline]] inline void falling_power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
   const vf magic = set1(786432.f);  // 1.5 * 2^19: rounds to sixteenths
   const __m512i roots = _mm512_load_si512(kRoots);
@@ -122,13 +123,16 @@ template <int64_t N>
   each<N>([&](int64_t i) {
     const __m512i at = _mm512_castps_si512(shifted[i]);
     const __m512i root = _mm512_maskz_permutexvar_epi32(__mmask16(-1), at, roots);
-    t[i] = p[i] * _mm512_castsi512_ps(_mm512_add_epi32(root, _mm512_maskz_slli_epi32(__mmask16(-1), at, 19)));
+    const __m512i power = _mm512_add_epi32(root, _mm512_maskz_slli_epi32(__mmask16(-1), at, 19));
+    __mmask16 wanted = __mmask16(-1);
+    if constexpr (kAll) wanted = _mm512_cmp_ps_mask(shifted[i], set1(786432.f - 126.f), _CMP_NLE_UQ);  // NaN too
+    t[i] = _mm512_maskz_mul_ps(wanted, p[i], _mm512_castsi512_ps(power));
   });
 }
 #elif defined(__AVX2__) && defined(__FMA__)
 alignas(32) constexpr uint32_t kRoots[8] = {0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7,
                                             0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
-template <int64_t N>
+template <int64_t N, bool kAll = false>
 [[gnu::always_inline]] inline void falling_power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
   const vf magic = set1(1572864.f);  // 1.5 * 2^20: rounds to eighths
   const __m256i roots = _mm256_load_si256(reinterpret_cast<const __m256i*>(kRoots));
@@ -144,7 +148,7 @@ template <int64_t N>
   });
 }
 #else
-template <int64_t N>
+template <int64_t N, bool kAll = false>
 inline void falling_power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
   power(x, exponent, t);
 }
@@ -225,7 +229,7 @@ template <int64_t N, bool kUsual>
 [[gnu::always_inline]] inline void lower_bound_gate(const ChannelGate& gate, vf (&x)[N]) {
   vf u[N], t[N], r[N];
   each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
-  if constexpr (kLanes == 16) falling_power(u, set1(-gate.exponent), t);
+  if constexpr (kLanes == 16) falling_power<N, true>(u, set1(-gate.exponent), t);
   else power(u, set1(-gate.exponent), t);  // with AVX2 the shuffles meet the selection below
   reciprocal(t, r);
   each<N>([&](int64_t i) { r[i] = r[i] * set1(gate.lower_bound); });
@@ -238,7 +242,7 @@ template <int64_t N, bool kUsual>
   const vf a = set1(gate.exponent * 0.693147180559945309f);  // u a = |exp(A_log) x|
   vf u[N], t[N], r[N];
   each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
-  if constexpr (kLanes == 16) falling_power(u, set1(-gate.exponent), t);
+  if constexpr (kLanes == 16) falling_power<N, true>(u, set1(-gate.exponent), t);
   else power(u, set1(-gate.exponent), t);  // with AVX2 the shuffles meet the selection below
   reciprocal(t, r);
   each<N>([&](int64_t i) {
