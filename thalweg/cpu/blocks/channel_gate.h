@@ -45,7 +45,8 @@ struct GateSlopes {
 
 inline ChannelGate channel_gate(bool has_A_log, float A_log, float lower_bound) {
   if (!has_A_log) A_log = 0.f;
-  ChannelGate gate{A_log, lower_bound, 1.f, 1.f, kLog2E, 88.f, !(A_log > kUsualA_log || A_log < -kUsualA_log)};
+  ChannelGate gate{A_log, lower_bound, 1.f, 1.f, kLog2E, 127.f / kLog2E};
+  gate.usual = !(A_log > kUsualA_log || A_log < -kUsualA_log);
   if (gate.usual) {
     gate.rate = float(__builtin_exp(double(A_log)));
     if (lower_bound == 0.f) return gate;
@@ -242,8 +243,7 @@ template <int64_t N, bool kUsual>
   const vf a = set1(gate.exponent * 0.693147180559945309f);  // u a = |exp(A_log) x|
   vf u[N], t[N], r[N];
   each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
-  if constexpr (kLanes == 16) falling_power<N, true>(u, set1(-gate.exponent), t);
-  else power(u, set1(-gate.exponent), t);  // with AVX2 the shuffles meet the selection below
+  power(u, set1(-gate.exponent), t);  // sums of slopes may cancel: not the table's 5e-7
   reciprocal(t, r);
   each<N>([&](int64_t i) {
     const vf bounded = r[i] * bound, falling = t[i] * bounded, slope = falling * r[i], size = u[i] * a;
