@@ -45,8 +45,7 @@ struct GateSlopes {
 
 inline ChannelGate channel_gate(bool has_A_log, float A_log, float lower_bound) {
   if (!has_A_log) A_log = 0.f;
-  ChannelGate gate{A_log, lower_bound, 1.f, 1.f, kLog2E, 127.f / kLog2E};
-  gate.usual = !(A_log > kUsualA_log || A_log < -kUsualA_log);
+  ChannelGate gate{A_log, lower_bound, 1.f, 1.f, kLog2E, 88.f, !(A_log > kUsualA_log || A_log < -kUsualA_log)};
   if (gate.usual) {
     gate.rate = float(__builtin_exp(double(A_log)));
     if (lower_bound == 0.f) return gate;
@@ -106,7 +105,8 @@ template <int64_t N>
 
 // t = 2^(x exponent) for x exponent in [-127, 0], to 5e-7; 0 below -126.5. kAll (AVX-512): 0 from -126 down, where many
 // x may be so far out, as a subnormal number costs a hundred cycles. With steps of 1/16 or 1/8 of a power of two from a
-// table that is one register, whose shuffles leave the multipliers free.
+// table that is one register, whose shuffles leave the multipliers free. For gates that go to memory (kTable): sums of
+// slopes may cancel, and saturated ones must be 0.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 // The bits of 2^(j/16), less j where the shift below will add it.
 alignas(64) constexpr uint32_t kRoots[16] = {
@@ -187,12 +187,13 @@ template <int64_t N>
 // ---- the softplus form ------------------------------------------------------------------------------
 
 // g in place of x, and dg/dx where it is wanted (`slope` may be null).
-template <int64_t N, bool kSlope>
+template <int64_t N, bool kSlope, bool kTable = false>
 [[gnu::always_inline]] inline void usual_softplus(const ChannelGate& gate, vf (&x)[N], vf* slope) {
   const vf rate = set1(-gate.rate);
   vf t[N], p[N];
   each<N>([&](int64_t i) { p[i] = min(set1(88.f), absolute(x[i])); });
-  falling_power(p, set1(-kLog2E), t);
+  if constexpr (kTable) falling_power(p, set1(-kLog2E), t);
+  else power(p, set1(-kLog2E), t);
   if constexpr (kSlope) {
     vf r[N];
     reciprocal(t, r);
@@ -226,12 +227,13 @@ template <bool kUsual>
 }
 
 // g in place of x.
-template <int64_t N, bool kUsual>
+template <int64_t N, bool kUsual, bool kTable = false>
 [[gnu::always_inline]] inline void lower_bound_gate(const ChannelGate& gate, vf (&x)[N]) {
   vf u[N], t[N], r[N];
   each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
-  if constexpr (kLanes == 16) falling_power<N, true>(u, set1(-gate.exponent), t);
-  else power(u, set1(-gate.exponent), t);  // with AVX2 the shuffles meet the selection below
+  // With AVX2 the shuffles would meet the selection below.
+  if constexpr (kTable && kLanes == 16) falling_power<N, true>(u, set1(-gate.exponent), t);
+  else power(u, set1(-gate.exponent), t);
   reciprocal(t, r);
   each<N>([&](int64_t i) { r[i] = r[i] * set1(gate.lower_bound); });
   each<N>([&](int64_t i) { x[i] = where_negative(x[i], t[i] * r[i], r[i]); });
@@ -243,7 +245,7 @@ template <int64_t N, bool kUsual>
   const vf a = set1(gate.exponent * 0.693147180559945309f);  // u a = |exp(A_log) x|
   vf u[N], t[N], r[N];
   each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
-  power(u, set1(-gate.exponent), t);  // sums of slopes may cancel: not the table's 5e-7
+  power(u, set1(-gate.exponent), t);
   reciprocal(t, r);
   each<N>([&](int64_t i) {
     const vf bounded = r[i] * bound, falling = t[i] * bounded, slope = falling * r[i], size = u[i] * a;

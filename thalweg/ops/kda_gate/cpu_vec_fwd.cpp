@@ -37,8 +37,8 @@ struct Call {
 // g in place of y, of a usual head.
 template <bool kSoftplus, int64_t N>
 [[gnu::always_inline]] inline void to_gates(const ChannelGate& gate, vf (&y)[N]) {
-  if constexpr (kSoftplus) usual_softplus<N, false>(gate, y, nullptr);
-  else lower_bound_gate<N, true>(gate, y);
+  if constexpr (kSoftplus) usual_softplus<N, false, true>(gate, y, nullptr);
+  else lower_bound_gate<N, true, true>(gate, y);
 }
 
 [[gnu::noinline]] vf unusual_gate(const ChannelGate& gate, vf x) {
