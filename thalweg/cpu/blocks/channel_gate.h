@@ -12,9 +12,9 @@
 // A vector's instructions are one chain of 75 cycles. Kernels that memory bounds take N vectors at once, step by
 // step, so that N chains overlap: the functions on arrays, in place of x.
 //
-// Relative error of g where |g| is 1e-30 or more: 9e-7 + 1.3e-8 |x| below 0 in the softplus form (x itself above
-// 17, where float32 cannot tell), 9e-7 + 6e-8 |a x| in the lower-bound form. Smaller results fade to 0. Where the
-// gate saturates, g is at its limit and the slopes are 0. NaN stays NaN.
+// Relative error of g where |g| is 1e-30 or more: 6e-7 + 1.3e-8 |x| below 0 in the softplus form (x itself above
+// 17, where float32 cannot tell), 6e-7 + 6e-8 |a x| in the lower-bound form; 9e-7 instead of 6e-7 with kTable. Smaller
+// results fade to 0. Where the gate saturates, g is at its limit and the slopes are 0. NaN stays NaN.
 #ifndef THALWEG_CPU_BLOCKS_CHANNEL_GATE_H
 #define THALWEG_CPU_BLOCKS_CHANNEL_GATE_H
 

@@ -22,12 +22,13 @@
 // Tile      64 tokens x 64 columns of V x K; see the three .cuh
 // Smem      K = 128: prep 51 KiB, scans 219 KiB, gradients 214 KiB
 // Regs      K = 128: prep 128 of 128 threads, four blocks a multiprocessor; scans setmaxnreg 232 to the group that
-//           computes, 136 to those that move; gradients 168 to the two groups of columns, 128 to the pairs, 48 to the
-//           one that moves
+//           computes, 136 to those that move (88 beside gradients); gradients 168 to the two groups of columns, 128 to
+//           the pairs, 48 to the one that moves
 // Workspace per chunk and value head, 16 bits: S, dS [V][K], r [V][64], y [64][V], X, P [64][64] as the kernels' shared
-//           memory has them (one bulk copy each), and four rows of float32 scalars: 113 KiB at K = V = 128
-// Order     value heads of a key head one after another, sums over the chip's halves in a fixed order, no atomics: bits
-//           depend on the problem alone
+//           memory has them (one bulk copy each), and four rows of float32 scalars: 113 KiB at K = V = 128;
+//           per chunk and key head a counter
+// Order     value heads of a key head one after another, sums over the chip's halves in a fixed order, atomics on
+//           counters alone: bits depend on the problem alone
 // Numerics  operands 16-bit, sums and states float32, the inverse float32 with tf32x3 products; exponents are
 //           differences of sums of gates, each at least 2^-150, and never positive (g <= 0); masks by selection. d_g
 //           adds up only products that token t's decay is a factor of. d_v is beta times y as kept, in 16 bits. bf16,
@@ -42,8 +43,8 @@
 //             latencies. States, g and beta of float32 go without.
 //           - Which group of columns a warpgroup is goes through __shfl_sync, or ptxas keeps every description of a
 //             tile in registers of its own and spills.
-// Measured  H200, bf16, K = V = 128, initial_state and d_final_state, microseconds, in records: 1x8192 H16 HV32 461 (by a
-//           profiler prep 57, scans 241, gradients 162); packed 4x2048 458; 1x32768 1788; 1x8192 H2 HV8 208 (scans and
+// Measured  H200, bf16, K = V = 128, initial_state and d_final_state, microseconds, in records: 1x8192 H16 HV32 461
+//           (by a profiler prep 57, scans 241, gradients 162); packed 4x2048 458; 1x32768 1788; 1x8192 H2 HV8 208 (scans and
 //           gradients one after the other, by a driver: 239, of them 17, 177, 41); B2 T2048 H4 HV8 K = V = 64 64. g and
 //           beta [B HV T]: 455; q, k, v [B H T K]: 468. At 1x8192 the kernels move 1.5 GB, 360 at the rate of a copy:
 //           scans at 70 % and gradients at 77 % of the memory's rate. With 8 value heads the scans are a chain of 128

@@ -22,7 +22,8 @@ inline int64_t factors_at(const delta_rule::Problem& p) {
   return delta_rule::up_to(delta_rule::spans_workspace(p), 128);
 }
 
-// Tickets and flags of a launch in which the first blocks make the factors for the others.
+// Tickets and flags of a launch in which the first blocks make the factors for the others; where blocks go from chain
+// to chain, the ticket alone, of the next one.
 constexpr int64_t kTicketInts = 32;
 inline int64_t flags_bytes(const delta_rule::Problem& p) { return (kTicketInts + chunk_slots(p) * p.HV) * 4; }
 inline int64_t flags_at(const delta_rule::Problem& p) {
