@@ -44,11 +44,12 @@
 //           - Which group of columns a warpgroup is goes through __shfl_sync, or ptxas keeps every description of a
 //             tile in registers of its own and spills.
 // Measured  H200, bf16, K = V = 128, initial_state and d_final_state, microseconds, in records: 1x8192 H16 HV32 461
-//           (by a profiler prep 57, scans 241, gradients 162); packed 4x2048 458; 1x32768 1788; 1x8192 H2 HV8 208 (scans
-//           and gradients one after the other, by a driver: 239, of them 17, 177, 41); B2 T2048 H4 HV8 K = V = 64 64. g and
-//           beta [B HV T]: 455; q, k, v [B H T K]: 468. At 1x8192 the kernels move 1.5 GB, 360 at the rate of a copy:
-//           scans at 70 % and gradients at 77 % of the memory's rate. With 8 value heads the scans are a chain of 128
-//           chunks, 2600 clocks each, where the products take 900. Without d_o tiles do not come by TMA: 1x8192 600.
+//           (by a profiler prep 57, scans 241, gradients 162); packed 4x2048 458; 1x32768 1788; 1x8192 H2 HV8 208
+//           (scans and gradients one after the other, by a driver: 239, of them 17, 177, 41); B2 T2048 H4 HV8 K = V =
+//           64 64. g and beta [B HV T]: 455; q, k, v [B H T K]: 468. At 1x8192 the kernels move 1.5 GB, 360 at the
+//           rate of a copy: scans at 70 % and gradients at 77 % of the memory's rate. With 8 value heads the scans
+//           are a chain of 128 chunks, 2600 clocks each, where the products take 900. Without d_o tiles do not come
+//           by TMA: 1x8192 600.
 //           Lost: scans and gradients that start while the kernel before them ends (494 and 2016 for the first and the
 //           third); gradients beside the scans as a grid of their own, started early: what the grid before has written
 //           is not seen until that grid ends (251); by the thread that stores, which a fence for each chunk holds up
