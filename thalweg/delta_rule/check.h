@@ -219,6 +219,7 @@ inline bool plan_sm90_decode(const Problem& p, const Device& device, Plan* plan,
   plan->shared_bytes = slots_workspace(p);
   const DecodeCut cut = decode_cut(p, device.num_sms);
   plan->values[0] = cut.warps, plan->values[1] = cut.columns;
+  plan->values[2] = cut.steps, plan->values[3] = cut.helpers;
   std::string reason = why_not_sm90_decode(p);
   const bool takes = reason.empty();
   if (why && !takes) *why = std::move(reason);

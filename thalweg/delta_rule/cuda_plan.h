@@ -31,29 +31,24 @@ inline int64_t spans_workspace(const Problem& p) { return p.packed ? up_to(p.N *
 
 constexpr int64_t kMaxDrafts = 8;  // tokens that sm90_decode takes in one call
 
-// How sm90_decode cuts a state into blocks. The least part is 128 bytes of V (V contiguous) or 32 columns (K
-// contiguous), a warp's. Of many states a block takes as many such parts as fit into 64 KiB, four at most, a warp each.
-// More warps share a part where there are few of them, and where several tokens make work but few blocks fit.
+// How sm90_decode cuts a state into blocks. A block takes `steps` times `columns` of V, one after another; a warp has
+// 1024 numbers of a step's columns in its registers.
 struct DecodeCut {
-  int64_t warps, columns;  // of a block; columns: of V
+  int64_t warps, columns, steps;
+  int64_t helpers;  // warps without a part of the state, for the tokens
 };
-constexpr int64_t kDecodeBytes = 64 * 1024;  // of shared memory, for a block's part of a state
-constexpr int64_t kDecodeRoom = 227 * 1024;  // of a multiprocessor
-// Bytes of one number of the state there: as it is stored and, where a state of bf16 is kept from token to token, as
-// float32 too.
-inline int64_t decode_bytes_held(const Problem& p) { return p.state == THALWEG_F32 ? 4 : p.T > 1 ? 2 + 4 : 2; }
+constexpr int64_t kDecodeWarps = 8;  // of a block at most; twice as many run at once on a multiprocessor
 inline DecodeCut decode_cut(const Problem& p, int64_t num_sms) {
-  const int64_t unit = p.k_contiguous ? 32 : p.state == THALWEG_F32 ? 32 : 64, units = p.V / unit;
-  const int64_t wanted = 8 * num_sms;  // warps
-  DecodeCut cut{1, unit};
-  while (cut.warps < 4 && units % (2 * cut.warps) == 0 && p.N * p.HV * units >= wanted &&
-         2 * cut.columns * p.K * decode_bytes_held(p) <= kDecodeBytes)
-    cut.warps *= 2, cut.columns *= 2;
-  const int64_t parts = p.V / cut.columns, most = p.K == 64 ? 4 : 8;
-  const int64_t fit = kDecodeRoom / (cut.columns * p.K * decode_bytes_held(p));  // blocks of a multiprocessor
-  while (cut.warps < most && (p.N * p.HV * parts * cut.warps < wanted || (p.T > 1 && fit * cut.warps < 8)))
-    cut.warps *= 2;
-  return cut;
+  const int64_t columns = p.k_contiguous ? 2048 / p.K : 32, warps = p.K * columns / 1024;
+  const auto all_at_once = [&](int64_t steps, int64_t warps_of_block) {
+    return p.N * p.HV * (p.V / (columns * steps)) * warps_of_block <= 2 * kDecodeWarps * num_sms;
+  };
+  if (warps + 2 <= kDecodeWarps && all_at_once(1, warps + 2)) return {warps, columns, 1, 2};
+  if (all_at_once(1, warps)) return {warps, columns, 1, 0};
+  if (all_at_once(2, warps)) return {warps, columns, 2, 0};
+  if (p.k_contiguous) return {warps, columns, 1, 0};
+  if (p.K == 256) return {warps, columns, 2, 0};
+  return {2 * warps, 2 * columns, p.V % 128 == 0 ? 2 : 1, 0};
 }
 
 // ---- Decode: the uses of every slot (cuda_slots.cuh) ----

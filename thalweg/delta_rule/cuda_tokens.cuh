@@ -85,6 +85,21 @@ struct Gate {
   A slope;  // dg / dx
 };
 
+// Of A_log. Kept finite: infinity times a softplus of 0 would be NaN.
+template <class A>
+__device__ A gate_rate(A A_log) {
+  constexpr A kMost = sizeof(A) == 8 ? A(1.7976931348623157e308) : A(3.40282347e38f);
+  return fmin(exp(A_log), kMost);
+}
+template <class A>
+__device__ Gate<A> gate_of(A x, A rate, A lower_bound) {
+  constexpr A kMost = sizeof(A) == 8 ? A(1.7976931348623157e308) : A(3.40282347e38f);
+  const A bound = fmax(lower_bound, -kMost);
+  if (bound == 0) return {x, -rate * (x > 20 ? x : log1p(exp(x))), -rate * (x > 20 ? A(1) : sigmoid(x))};
+  const A s = sigmoid(rate * x);
+  return {x, bound * s, bound * (s * sigmoid(-rate * x)) * rate};
+}
+
 template <class A, class Args>
 __device__ Gate<A> load_gate(const Problem& p, const Args& a, int64_t b, int64_t t, int64_t hv, int64_t c) {
   if (!is_there(a.g)) return {0, 0, 1};
@@ -92,14 +107,8 @@ __device__ Gate<A> load_gate(const Problem& p, const Args& a, int64_t b, int64_t
   if (!a.use_gate) return {x, x, 1};
   if (is_there(a.dt_bias))
     x += load_at<A>(a.dt_bias, hv * a.dt_bias.stride[0] + (p.channels > 1 ? c * a.dt_bias.stride[1] : 0));
-  constexpr A kMost = sizeof(A) == 8 ? A(1.7976931348623157e308) : A(3.40282347e38f);
-  A rate = 1;
-  // Kept finite: infinity times a softplus of 0 would be NaN.
-  if (is_there(a.A_log)) rate = fmin(exp(load_at<A>(a.A_log, hv * a.A_log.stride[0])), kMost);
-  const A bound = fmax(A(p.lower_bound), -kMost);
-  if (bound == 0) return {x, -rate * (x > 20 ? x : log1p(exp(x))), -rate * (x > 20 ? A(1) : sigmoid(x))};
-  const A s = sigmoid(rate * x);
-  return {x, bound * s, bound * (s * sigmoid(-rate * x)) * rate};
+  const A rate = is_there(a.A_log) ? gate_rate(load_at<A>(a.A_log, hv * a.A_log.stride[0])) : A(1);
+  return gate_of(x, rate, A(p.lower_bound));
 }
 
 template <class A>

@@ -2,16 +2,15 @@
 #ifndef THALWEG_DELTA_RULE_SM90_DECODE_CUH
 #define THALWEG_DELTA_RULE_SM90_DECODE_CUH
 
-#include <cuda_pipeline.h>
-
+#include "thalweg/cuda/sm90/launch_behind.h"
+#include "thalweg/cuda/sm90/ptx.cuh"
 #include "thalweg/delta_rule/cuda_slots.cuh"
 #include "thalweg/delta_rule/cuda_tokens.cuh"
 
 namespace thalweg::delta_rule {
 namespace {
 
-constexpr int kGroup = 8;  // neighbouring lanes whose vectors of 16 bytes make 128
-constexpr int kMostK = 256, kMostColumns = 256;
+constexpr int kMostK = 256, kMostColumns = 128;
 constexpr int64_t kMostSequences = 1024;  // whose slots every block compares itself
 
 // A tensor [N T heads ..] whose last axis is contiguous (g: see DecodeCall).
@@ -21,18 +20,19 @@ struct TokenTensor {
 };
 // What every block reads of the arguments, close together: each line of parameters costs a miss.
 struct DecodeCall {
-  TokenTensor q, k, v, o, g, beta;
   void* state;
   int64_t slot, head, row;  // strides; row: of the axis of K or V that is not contiguous
   int64_t first;            // sequence of blockIdx.z = 0
-  int64_t g_channel;        // stride
-  thalweg_dtype type, g_type, beta_type;
-  float scale;
-  int32_t K, V, T, group;  // group: value heads of a key head
-  int32_t columns, split;  // of V that a block takes; warps that share 128 bytes of V (ByV)
-  int32_t steps, vectors;  // of a warp (ByV, ByK); 16 bytes of the state in a thread
-  int32_t token;           // floats of a token in shared memory
+  uint64_t group_inverse;   // 2^32 / value heads of a key head, rounded up
+  int32_t K, T;
+  int32_t columns, steps, warps, helpers;                       // see DecodeCut
+  int32_t token;                                                // floats of a token in shared memory
+  thalweg_dtype type, g_type, beta_type, rate_type, bias_type;  // THALWEG_NONE: not there
+  float scale, bound;                                           // bound: lower_bound
   int32_t use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval, slots;
+  TokenTensor q, k, v, o, g, beta;
+  int64_t g_channel, bias_head;  // strides
+  void *A_log, *dt_bias;
 };
 __device__ inline int64_t token_at(const TokenTensor& x, int64_t n, int64_t t, int64_t head) {
   return n * x.n + t * x.t + head * x.head;
@@ -41,133 +41,131 @@ __device__ inline int64_t token_at(const TokenTensor& x, int64_t n, int64_t t, i
 // ---- A token in shared memory ----
 
 struct DecodeToken {
-  float *k, *dk, *q;     // [K] each; q times scale; with a decay per channel exp(g) is in dk and q, else dk is k
+  float *k, *q;          // [K] each; q times scale
   float *factor, *near;  // [K] Decay of each channel, with a decay per channel only
-  float* v;              // [columns]
+  float* v;              // [columns], those of the block
   float* rest;           // see Rest
 };
-enum Rest { kDot, kFactor, kNear, kBeta, kQk, kRest = 8 };  // kDot: exp(g) of the head, or 1; kQk: scale q . k
+enum Rest { kFactor, kNear, kBeta, kQk, kRest };  // Decay of the head; kQk: scale q . k
 
 template <bool kChannel>
 int decode_token_floats(int K, int columns) {
-  return (kChannel ? 5 : 2) * K + columns + kRest;
+  return (kChannel ? 4 : 2) * K + columns + kRest;
 }
 template <bool kChannel>
 __device__ DecodeToken decode_token(const DecodeCall& c, float* tokens, int t) {
   DecodeToken r;
-  r.k = tokens + t * c.token, r.dk = kChannel ? r.k + c.K : r.k, r.q = r.dk + c.K;
+  r.k = tokens + t * c.token, r.q = r.k + c.K;
   r.factor = r.q + c.K, r.near = r.factor + c.K;
-  r.v = kChannel ? r.near + c.K : r.factor, r.rest = r.v + c.columns;
+  r.v = kChannel ? r.near + c.K : r.factor, r.rest = r.v + c.columns * c.steps;
   return r;
+}
+
+// Numbers of any dtype are asked for as they lie in memory and turned into floats later: a conversion beside the load
+// would wait for it before the next one is asked for.
+__device__ inline uint32_t bits_of(uint16_t x) { return x; }
+__device__ inline uint32_t bits_of(uint32_t x) { return x; }
+__device__ inline uint32_t bits_of(double x) { return __float_as_uint(float(x)); }
+template <bool kDouble, int n>
+__device__ void load_bits(thalweg_dtype type, const void* data, int64_t at, int64_t step, int count,
+                          uint32_t (&bits)[n]) {
+  const auto load = [&](const auto* x) {
+#pragma unroll
+    for (int m = 0; m < n; ++m)
+      if (m < count) bits[m] = bits_of(x[at + m * step]);
+  };
+  if (kDouble && type == THALWEG_F64)
+    load(static_cast<const double*>(data));
+  else if (type == THALWEG_F32)
+    load(static_cast<const uint32_t*>(data));
+  else
+    load(static_cast<const uint16_t*>(data));
+}
+__device__ inline float number_of(thalweg_dtype type, uint32_t bits) {
+  const float half = __half2float(__ushort_as_half(uint16_t(bits)));
+  const float other = __uint_as_float(bits << (type == THALWEG_BF16 ? 16 : 0));
+  return type == THALWEG_F16 ? half : other;
 }
 
 // A warp's share of the tokens is asked for, then `ask` is called, which asks for the state, and then used.
 //
-// q and k of token t.
+// q, k and beta of token t.
 template <class Ask>
 __device__ void load_decode_keys(const DecodeCall& c, int64_t n, int t, int hv, const DecodeToken& to, const Ask& ask) {
   constexpr int kMost = kMostK / 32;
-  const int lane = threadIdx.x % 32, h = int(unsigned(hv) / unsigned(c.group));
-  float q[kMost], k[kMost], qq = 0, kk = 0, qk = 0;
-  with_elements(c.type, c.q.data, [&](const auto* of_q) {
-    const auto* of_k = static_cast<decltype(of_q)>(c.k.data) + token_at(c.k, n, t, h) + lane;
-    of_q += token_at(c.q, n, t, h) + lane;
-#pragma unroll
-    for (int m = 0; m < kMost; ++m) {
-      q[m] = k[m] = 0;
-      if (32 * m < c.K) q[m] = number(of_q[32 * m]), k[m] = number(of_k[32 * m]);
-    }
-  });
+  const int lane = threadIdx.x % 32, h = int(uint64_t(hv) * c.group_inverse >> 32), count = c.K / 32;
+  uint32_t of_q[kMost] = {}, of_k[kMost] = {}, of_beta[1] = {};
+  load_bits<false>(c.type, c.q.data, token_at(c.q, n, t, h) + lane, 32, count, of_q);
+  load_bits<false>(c.type, c.k.data, token_at(c.k, n, t, h) + lane, 32, count, of_k);
+  if (c.beta_type != THALWEG_NONE) load_bits<true>(c.beta_type, c.beta.data, token_at(c.beta, n, t, hv), 0, 1, of_beta);
   ask();
+  float q[kMost], k[kMost], qq = 0, kk = 0, qk = 0;
 #pragma unroll
-  for (int m = 0; m < kMost; ++m) qq += q[m] * q[m], kk += k[m] * k[m], qk += q[m] * k[m];
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    qq += __shfl_xor_sync(0xffffffffu, qq, step);
-    kk += __shfl_xor_sync(0xffffffffu, kk, step);
-    qk += __shfl_xor_sync(0xffffffffu, qk, step);
+  for (int m = 0; m < kMost; ++m) {
+    q[m] = number_of(c.type, of_q[m]), k[m] = number_of(c.type, of_k[m]);
+    qq += q[m] * q[m], kk += k[m] * k[m], qk += q[m] * k[m];
   }
-  float of_q = c.scale, of_k = 1;
-  if (c.use_qk_l2norm) of_q *= 1 / sqrtf(qq + 1e-6f), of_k = 1 / sqrtf(kk + 1e-6f);
+  float by_q = c.scale, by_k = 1;
+  if (c.use_qk_l2norm) by_q *= 1 / sqrtf(warp_sum(qq) + 1e-6f), by_k = 1 / sqrtf(warp_sum(kk) + 1e-6f);
 #pragma unroll
   for (int m = 0; m < kMost; ++m)
-    if (32 * m < c.K) to.q[lane + 32 * m] = q[m] * of_q, to.k[lane + 32 * m] = k[m] * of_k;
-  if (lane == 0) to.rest[kQk] = qk * of_q * of_k;
+    if (m < count) to.q[lane + 32 * m] = q[m] * by_q, to.k[lane + 32 * m] = k[m] * by_k;
+  float beta = c.beta_type == THALWEG_NONE ? 1.f : number_of(c.beta_type, of_beta[0]);
+  if (c.use_beta_sigmoid) beta = __fdividef(c.allow_neg_eigval ? 2.f : 1.f, 1 + expf(-beta));
+  qk = warp_sum(qk);
+  if (lane == 0) to.rest[kQk] = qk * by_q * by_k, to.rest[kBeta] = beta;
 }
 
-// The decays, beta and v of token t.
-template <bool kChannel, class Args, class Ask>
-__device__ void load_decode_gates(const DecodeCall& c, const Problem& p, const Args& a, int64_t n, int t, int hv,
-                                  int column, const DecodeToken& to, const Ask& ask) {
+// The decays and v of token t.
+template <bool kChannel, class Ask>
+__device__ void load_decode_gates(const DecodeCall& c, int64_t n, int t, int hv, int column, const DecodeToken& to,
+                                  const Ask& ask) {
   constexpr int kMost = kChannel ? kMostK / 32 : 1;
-  const int lane = threadIdx.x % 32;
-  const int64_t at_g = token_at(c.g, n, t, hv);
-  float g[kMost], v[kMostColumns / 32], beta = 1;
-  with_elements(c.type, c.v.data, [&](const auto* x) {
-    x += token_at(c.v, n, t, hv) + column + lane;
-#pragma unroll
-    for (int m = 0; m < kMostColumns / 32; ++m) v[m] = 32 * m < c.columns ? float(number(x[32 * m])) : 0.f;
-  });
-  if (c.beta.data)
-    with_elements(c.beta_type, c.beta.data, [&](const auto* x) { beta = number(x[token_at(c.beta, n, t, hv)]); });
+  const int lane = threadIdx.x % 32, count = kChannel ? c.K / 32 : 1, channel = kChannel ? lane : 0;
+  uint32_t of_g[kMost] = {}, of_bias[kMost] = {}, of_v[kMostColumns / 32] = {}, of_rate[1] = {};
+  if (c.g_type != THALWEG_NONE)
+    load_bits<true>(c.g_type, c.g.data, token_at(c.g, n, t, hv) + channel * c.g_channel, 32 * c.g_channel, count, of_g);
+  if (c.bias_type != THALWEG_NONE)
+    load_bits<true>(c.bias_type, c.dt_bias, hv * c.bias_head + channel, 32, count, of_bias);
+  if (c.rate_type != THALWEG_NONE) load_bits<true>(c.rate_type, c.A_log, hv, 0, 1, of_rate);
+  const int columns = c.columns * c.steps;
+  load_bits<false>(c.type, c.v.data, token_at(c.v, n, t, hv) + column + lane, 32, (columns - lane + 31) / 32, of_v);
+  ask();
+  const float rate = c.rate_type == THALWEG_NONE ? 1.f : gate_rate(number_of(c.rate_type, of_rate[0]));
 #pragma unroll
   for (int m = 0; m < kMost; ++m) {
-    g[m] = 0;
-    const int channel = kChannel ? lane + 32 * m : 0;
-    if (!c.g.data || (kChannel && 32 * m >= c.K)) continue;
-    if (c.use_gate)
-      g[m] = load_gate<float>(p, a, n, t, hv, channel).g;
-    else
-      with_elements(c.g_type, c.g.data, [&](const auto* x) { g[m] = number(x[at_g + channel * c.g_channel]); });
+    if (m >= count) continue;
+    float g = number_of(c.g_type, of_g[m]);
+    if (c.use_gate) g = gate_of(g + number_of(c.bias_type, of_bias[m]), rate, kChannel ? c.bound : 0.f).g;
+    const Decay<float> d = decay_of(g);
+    if (kChannel)
+      to.factor[lane + 32 * m] = d.factor, to.near[lane + 32 * m] = d.near;
+    else if (lane == 0)
+      to.rest[kFactor] = d.factor, to.rest[kNear] = d.near;
   }
-  ask();
-  if (c.use_beta_sigmoid) beta = (c.allow_neg_eigval ? 2.f : 1.f) * sigmoid(beta);
 #pragma unroll
   for (int m = 0; m < kMostColumns / 32; ++m)
-    if (32 * m < c.columns) to.v[lane + 32 * m] = v[m];
-#pragma unroll
-  for (int m = 0; m < kMost; ++m) {
-    if (kChannel && 32 * m >= c.K) continue;
-    const Decay<float> d = decay_of(g[m]);
-    if (kChannel) to.factor[lane + 32 * m] = d.factor, to.near[lane + 32 * m] = d.near;
-    if (kChannel || lane != 0) continue;
-    to.rest[kFactor] = d.factor, to.rest[kNear] = d.near, to.rest[kDot] = d.factor + d.near;
-  }
-  if (lane == 0) {
-    to.rest[kBeta] = beta;
-    if (kChannel) to.rest[kDot] = 1;
-  }
+    if (lane + 32 * m < columns) to.v[lane + 32 * m] = number_of(c.type, of_v[m]);
 }
 
-// All warps: the tokens and, on the way, the state.
-template <bool kChannel, class Args, class Ask>
-__device__ void load_decode_tokens(const DecodeCall& c, const Problem& p, const Args& a, int64_t n, int hv, int column,
-                                   float* tokens, const Ask& ask) {
-  const int warps = blockDim.x / 32;
+// The tokens and, on the way, the state. With helpers, two warps that have no part of the state, these load the tokens;
+// else all warps do.
+template <bool kChannel, class Ask>
+__device__ void load_decode_tokens(const DecodeCall& c, int64_t n, int hv, int column, float* tokens, const Ask& ask) {
+  const int warp = threadIdx.x / 32;
   bool asked = false;
   const auto ask_once = [&] {
-    if (!asked) ask();
+    if (!asked && warp < c.warps) ask();
     asked = true;
   };
-  for (int job = threadIdx.x / 32; job < 2 * c.T; job += warps) {
+  for (int job = c.helpers ? warp - c.warps : warp; job < 2 * c.T && job >= 0; job += c.helpers ? 2 : c.warps) {
     const DecodeToken to = decode_token<kChannel>(c, tokens, job / 2);
     if (job % 2 == 0)
       load_decode_keys(c, n, job / 2, hv, to, ask_once);
     else
-      load_decode_gates<kChannel>(c, p, a, n, job / 2, hv, column, to, ask_once);
+      load_decode_gates<kChannel>(c, n, job / 2, hv, column, to, ask_once);
   }
   ask_once();
-  __syncthreads();
-  if constexpr (kChannel) {
-    for (int t = 0; t < c.T; ++t) {
-      const DecodeToken to = decode_token<kChannel>(c, tokens, t);
-      for (int i = threadIdx.x; i < c.K; i += blockDim.x) {
-        const float dot = to.factor[i] + to.near[i];
-        to.dk[i] = dot * to.k[i], to.q[i] *= dot;
-      }
-    }
-    __syncthreads();
-  }
 }
 
 // ---- 16 bytes of a state as stored, E, and what a thread works on: as many floats ----
@@ -200,258 +198,190 @@ __device__ inline uint4 packed(const float (&x)[8]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// A thread's vectors in shared memory: as they came, or with several tokens (kWide) as floats, since a state of bf16 is
-// not rounded between the tokens of a call. Every thread reads only what it wrote or asked for.
-template <class E, bool kWide>
-struct Held {
-  uint4 *raw, *wide;  // vector i of this thread is raw[i * blockDim.x], wide[(i * quads + quad) * blockDim.x]
-  static constexpr int kQuads = kWidth<E> / 4;
-
-  __device__ Held(uint4* smem, int vectors) : raw(smem + threadIdx.x), wide(raw + vectors * blockDim.x) {}
-  __device__ uint4* end(int vectors) const {
-    return (kWide ? wide + kQuads * vectors * blockDim.x : wide) - threadIdx.x;
-  }
-  __device__ void ask(int i, const E* x) const { __pipeline_memcpy_async(raw + i * blockDim.x, x, 16); }
-  __device__ void widen(int vectors) const {
-    for (int i = 0; kWide && i < vectors; ++i) {
-      float x[kWidth<E>];
-      unpack(raw[i * blockDim.x], x);
-      keep(i, x);
-    }
-  }
-  __device__ void load(int i, float (&x)[kWidth<E>]) const {
-    if constexpr (kWide) {
-#pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        float four[4];
-        unpack(wide[(i * kQuads + quad) * blockDim.x], four);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[4 * quad + c] = four[c];
-      }
-    } else {
-      unpack(raw[i * blockDim.x], x);
-    }
-  }
-  __device__ void keep(int i, const float (&x)[kWidth<E>]) const {
-    if constexpr (kWide) {
-#pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        const float four[4] = {x[4 * quad], x[4 * quad + 1], x[4 * quad + 2], x[4 * quad + 3]};
-        wide[(i * kQuads + quad) * blockDim.x] = packed(four);
-      }
-    } else {
-      raw[i * blockDim.x] = packed(x);
-    }
-  }
-};
-
-// n floats from shared memory at 16 bytes.
-template <int n>
-__device__ void load_floats(const float* from, float (&x)[n]) {
-#pragma unroll
-  for (int i = 0; i < n / 4; ++i) {
-    const float4 four = reinterpret_cast<const float4*>(from)[i];
-    x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
-  }
+__device__ inline void load_four(const float* from, float (&x)[4]) {
+  const float4 four = *reinterpret_cast<const float4*>(from);
+  x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
 }
 
-// Where the states after a token go.
-template <class E>
-struct Target {
-  E* slice;   // in the pool; null: not kept
-  bool next;  // another token of the call needs it
-};
+// ---- A thread's part of a step's columns: kA numbers along K of kB columns of V, in registers ----
+//
+// A part says where its numbers lie: row(a), for a multiple of 4, is the row of K of a to a + 3; column(b) is of the
+// step's columns. each(c, at, body) calls body(i, x) for the thread's vectors i at x, where the step's columns start at
+// `at`. add_up adds over the threads that have the same columns.
 
-// ---- V contiguous ----
+constexpr int kPart = 32;
 
-// c.split warps share 128 bytes of V. Step s of warp w of them covers rows 16 (w + split s) + 4 g + [0, 4) of K, with
-// g = lane / 8, and vector l = lane % 8 of each: vectors 4 s + [0, 4) of the thread.
-template <class E, bool kChannel, bool kWide>
+// A barrier beside that of all threads. Its number is a constant: for one in a register the compiler takes all 16 of
+// a block, and of such blocks only four run at once.
+template <int id>
+__device__ void barrier_of(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(id), "r"(threads) : "memory");
+}
+
+// V contiguous: kLanes lanes have a row, and all warps rows of the same columns.
+template <class E_, int kLanes>
 struct ByV {
-  static constexpr int n = kWidth<E>;
-  static constexpr int kColumns = kGroup * n;
-  static constexpr bool kPerChannelDecay = kChannel, kFloats = kWide;
+  using E = E_;
+  static constexpr int kA = kPart / kWidth<E>, kB = kWidth<E>, kVectors = kA;
+  static constexpr int kColumns = kLanes * kB;  // of a step
+  static constexpr int kGroups = 32 / kLanes;
 
-  Held<E, kWide> held;
-  int g, warp, warps, steps;  // warps: that share the columns; warp: of them
-  int column;                 // of the thread's vectors, in the block's
+  int from, first, warp, warps;  // from: the first of the thread's rows, which lie in fours; first: of its columns
 
-  // Steps of a warp and 16-byte vectors of a thread, where `warps` warps of a block share `columns` columns.
-  static int steps_of(int64_t K, int64_t columns, int64_t warps) {
-    return int(K / (16 * (warps * kColumns / columns)));
+  static constexpr int sums_floats(int warps) { return 2 * warps * kColumns; }
+  __device__ explicit ByV(const DecodeCall& c) {
+    const int lane = threadIdx.x % 32;
+    warp = threadIdx.x / 32, warps = c.warps;
+    from = kA * kGroups * warp + lane / kLanes * 4, first = lane % kLanes * kB;
   }
-  static int vectors_of(int64_t K, int64_t columns, int64_t warps) { return 4 * steps_of(K, columns, warps); }
-  __device__ ByV(const DecodeCall& c, uint4* smem) : held(smem, c.vectors) {
-    g = threadIdx.x % 32 / kGroup, warps = c.split, steps = c.steps;
-    const int share = threadIdx.x / 32 / warps;
-    warp = threadIdx.x / 32 - share * warps, column = share * kColumns + threadIdx.x % kGroup * n;
-  }
-  __device__ int row(int s) const { return 16 * (warp + warps * s) + 4 * g; }
-  __device__ static int64_t slice(const DecodeCall&, int column) { return column; }
+  __device__ int row(int a) const { return from + kGroups * a; }
+  __device__ int column(int b) const { return first + b; }
+  __device__ bool stores() const { return threadIdx.x < kLanes; }
+  __device__ static int64_t offset(const DecodeCall&, int column) { return column; }
 
-  __device__ void ask(const DecodeCall& c, const E* slice) const {
-    for (int s = 0; s < steps; ++s) {
-      const E* x = slice + row(s) * c.row + column;
+  template <class Body>
+  __device__ void each(const DecodeCall& c, E* at, const Body& body) const {
+    E* x = at + from * c.row + first;
 #pragma unroll
-      for (int i = 0; i < 4; ++i, x += c.row) held.ask(4 * s + i, x);
+    for (int a = 0; a < kA; ++a) {
+      body(a, x);
+      x += a % 4 == 3 ? (4 * kGroups - 3) * c.row : c.row;
     }
   }
+  __device__ static void unpack_all(const uint4 (&raw)[kVectors], float (&S)[kA][kB]) {
+#pragma unroll
+    for (int a = 0; a < kA; ++a) unpack(raw[a], S[a]);
+  }
+  __device__ static uint4 vector(const float (&S)[kA][kB], int i) { return packed(S[i]); }
 
-  // store(column, o) gets the outputs; sums [warps, 2, kColumns] is another one for the next token.
-  template <class Store>
-  __device__ void take(const DecodeCall& c, const DecodeToken& token, float* sums, Target<E> to,
-                       const Store& store) const {
-    float x[n] = {}, y[n] = {};
-#pragma unroll 2
-    for (int s = 0; s < steps; ++s) {
-      float k[4], q[4];
-      load_floats(token.dk + row(s), k), load_floats(token.q + row(s), q);
+  // sums [warps, 2, kColumns] is another one the next time.
+  __device__ void add_up(float (&x)[kB], float (&y)[kB], float* sums) const {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float S[n];
-        held.load(4 * s + i, S);
+    for (int lane = 16; lane >= kLanes; lane /= 2)
 #pragma unroll
-        for (int j = 0; j < n; ++j) x[j] = fmaf(k[i], S[j], x[j]), y[j] = fmaf(q[i], S[j], y[j]);
+      for (int b = 0; b < kB; ++b) {
+        x[b] += __shfl_xor_sync(0xffffffffu, x[b], lane);
+        y[b] += __shfl_xor_sync(0xffffffffu, y[b], lane);
       }
-    }
-    add_rows(x), add_rows(y);
-    if (warps > 1) add_warps(x, y, sums);
-    const float dot = token.rest[kDot], beta = token.rest[kBeta], qk = token.rest[kQk];
-    float v[n];
-    load_floats(token.v + column, v);
+    float* mine = sums + warp * 2 * kColumns + first;
+    if (threadIdx.x % 32 < kLanes)
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
-      x[j] = beta * (v[j] - dot * x[j]);
-      if (warp == 0 && g == 0) store(column + j, fmaf(qk, x[j], dot * y[j]));
-    }
-    if (to.slice || to.next) write(c, token, x, to);
+      for (int b = 0; b < kB; ++b) mine[b] = x[b], mine[kColumns + b] = y[b];
+    barrier_of<1>(32 * warps);
+    add_warps(sums + first, x);
+    if (warp == 0) add_warps(sums + kColumns + first, y);
   }
 
  private:
-  // Over the lanes 8 and 16 apart; each gets the sum.
-  __device__ static void add_rows(float (&x)[n]) {
+  __device__ void add_warps(const float* sums, float (&x)[kB]) const {
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
-      x[j] += __shfl_xor_sync(0xffffffffu, x[j], 8);
-      x[j] += __shfl_xor_sync(0xffffffffu, x[j], 16);
-    }
-  }
-  __device__ void add_warps(float (&x)[n], float (&y)[n], float* sums) const {
-    const int l = threadIdx.x % kGroup;
-    sums += (int(threadIdx.x) / 32 - warp) * 2 * kColumns;  // of the warps that share the columns
-    float* mine = sums + warp * 2 * kColumns + l * n;
-    if (g == 0)
+    for (int b = 0; b < kB; ++b) x[b] = 0;
+#pragma unroll 8
+    for (int w = 0; w < warps; ++w)
 #pragma unroll
-      for (int j = 0; j < n; ++j) mine[j] = x[j], mine[kColumns + j] = y[j];
-    __syncthreads();
+      for (int b = 0; b < kB; b += 4) {
+        float more[4];
+        load_four(sums + w * 2 * kColumns + b, more);
 #pragma unroll
-    for (int j = 0; j < n; ++j) x[j] = y[j] = 0;
-    for (int w = 0; w < warps; ++w) {
-      float more_x[n], more_y[n];
-      load_floats(sums + w * 2 * kColumns + l * n, more_x);
-      load_floats(sums + w * 2 * kColumns + kColumns + l * n, more_y);
-#pragma unroll
-      for (int j = 0; j < n; ++j) x[j] += more_x[j], y[j] += more_y[j];
-    }
-  }
-  __device__ void write(const DecodeCall& c, const DecodeToken& token, const float (&u)[n], Target<E> to) const {
-    const float one_factor = token.rest[kFactor];
-    const bool one_near = token.rest[kNear] != 0;
-#pragma unroll 2
-    for (int s = 0; s < steps; ++s) {
-      float k[4], factor[4], near[4];
-      load_floats(token.k + row(s), k);
-      if constexpr (kChannel) load_floats(token.factor + row(s), factor), load_floats(token.near + row(s), near);
-      E* out = to.slice + row(s) * c.row + column;
-#pragma unroll
-      for (int i = 0; i < 4; ++i, out += c.row) {
-        float S[n];
-        held.load(4 * s + i, S);
-        const float f = kChannel ? factor[i] : one_factor;
-        const bool is_near = kChannel ? near[i] != 0 : one_near;
-#pragma unroll
-        for (int j = 0; j < n; ++j) S[j] = fmaf(k[i], u[j], fmaf(S[j], f, is_near ? S[j] : 0.f));
-        if (to.next) held.keep(4 * s + i, S);
-        if (to.slice) __stcs(reinterpret_cast<uint4*>(out), packed(S));
+        for (int i = 0; i < 4; ++i) x[b + i] += more[i];
       }
-    }
   }
 };
 
-// ---- K contiguous ----
-
-// Step s of warp w covers columns 4 (w + warps s) + g, with vectors l + 8 m of each:
-// vector s chunks + m of the thread.
-template <class E, bool kChannel, bool kWide>
+// K contiguous: kLanes = K / 16 lanes have a column.
+template <class E_, int kLanes>
 struct ByK {
-  static constexpr int n = kWidth<E>;
-  static constexpr int kColumns = 32;  // a block takes a multiple of them
-  static constexpr bool kPerChannelDecay = kChannel, kFloats = kWide;
+  using E = E_;
+  static constexpr int n = kWidth<E>, kA = 16, kB = kPart / kA, kVectors = kPart / n;
+  static constexpr int kGroups = 32 / kLanes;
 
-  Held<E, kWide> held;
-  int g, l, warp, warps, steps, chunks;
+  int from, first;  // of the thread's rows and columns
 
-  static int steps_of(int64_t, int64_t columns, int64_t warps) { return int(columns / (4 * warps)); }
-  static int vectors_of(int64_t K, int64_t columns, int64_t warps) {
-    return steps_of(K, columns, warps) * int(K / (kGroup * n));
+  static constexpr int sums_floats(int) { return 0; }
+  __device__ explicit ByK(const DecodeCall&) {
+    from = threadIdx.x % kLanes * n, first = threadIdx.x / 32 * kGroups * kB + threadIdx.x % 32 / kLanes;
   }
-  __device__ ByK(const DecodeCall& c, uint4* smem) : held(smem, c.vectors) {
-    g = threadIdx.x % 32 / kGroup, l = threadIdx.x % kGroup;
-    warp = threadIdx.x / 32, warps = blockDim.x / 32, steps = c.steps, chunks = c.K / (kGroup * n);
-  }
-  __device__ int column(int s) const { return 4 * (warp + warps * s) + g; }
-  __device__ static int64_t slice(const DecodeCall& c, int column) { return column * c.row; }
+  __device__ int row(int a) const { return from + a / n * (kLanes * n) + a % n; }
+  __device__ int column(int b) const { return first + kGroups * b; }
+  __device__ bool stores() const { return from == 0; }
+  __device__ static int64_t offset(const DecodeCall& c, int column) { return column * c.row; }
 
-  __device__ void ask(const DecodeCall& c, const E* slice) const {
-    for (int s = 0; s < steps; ++s)
-      for (int m = 0; m < chunks; ++m) held.ask(s * chunks + m, slice + column(s) * c.row + (l + kGroup * m) * n);
-  }
-
-  template <class Store>
-  __device__ void take(const DecodeCall& c, const DecodeToken& token, float*, Target<E> to, const Store& store) const {
-    const float dot = token.rest[kDot], beta = token.rest[kBeta], qk = token.rest[kQk];
-#pragma unroll 2
-    for (int s = 0; s < steps; ++s) {
-      float x = 0, y = 0;
-      for (int m = 0; m < chunks; ++m) {
-        float S[n], k[n], q[n];
-        held.load(s * chunks + m, S);
-        load_floats(token.dk + (l + kGroup * m) * n, k), load_floats(token.q + (l + kGroup * m) * n, q);
+  template <class Body>
+  __device__ void each(const DecodeCall& c, E* at, const Body& body) const {
+    E* x = at + first * c.row + from;
 #pragma unroll
-        for (int i = 0; i < n; ++i) x = fmaf(k[i], S[i], x), y = fmaf(q[i], S[i], y);
-      }
+    for (int b = 0; b < kB; ++b, x += kGroups * c.row)
 #pragma unroll
-      for (int lane = kGroup / 2; lane > 0; lane /= 2) {
-        x += __shfl_xor_sync(0xffffffffu, x, lane);
-        y += __shfl_xor_sync(0xffffffffu, y, lane);
-      }
-      const float u = beta * (token.v[column(s)] - dot * x);
-      if (l == 0) store(column(s), fmaf(qk, u, dot * y));
-      if (to.slice || to.next) write(c, token, s, u, to);
+      for (int m = 0; m < kA / n; ++m) body(kA / n * b + m, x + kLanes * n * m);
+  }
+  __device__ static void unpack_all(const uint4 (&raw)[kVectors], float (&S)[kA][kB]) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float x[n];
+      unpack(raw[i], x);
+#pragma unroll
+      for (int j = 0; j < n; ++j) S[i % (kA / n) * n + j][i / (kA / n)] = x[j];
     }
   }
-
- private:
-  __device__ void write(const DecodeCall& c, const DecodeToken& token, int s, float u, Target<E> to) const {
-    const float one_factor = token.rest[kFactor];
-    const bool one_near = token.rest[kNear] != 0;
-    for (int m = 0; m < chunks; ++m) {
-      const int from = (l + kGroup * m) * n;
-      float S[n], k[n], factor[n], near[n];
-      held.load(s * chunks + m, S);
-      load_floats(token.k + from, k);
-      if constexpr (kChannel) load_floats(token.factor + from, factor), load_floats(token.near + from, near);
+  __device__ static uint4 vector(const float (&S)[kA][kB], int i) {
+    float x[n];
 #pragma unroll
-      for (int i = 0; i < n; ++i) {
-        const float f = kChannel ? factor[i] : one_factor;
-        const bool is_near = kChannel ? near[i] != 0 : one_near;
-        S[i] = fmaf(k[i], u, fmaf(S[i], f, is_near ? S[i] : 0.f));
+    for (int j = 0; j < n; ++j) x[j] = S[i % (kA / n) * n + j][i / (kA / n)];
+    return packed(x);
+  }
+
+  __device__ void add_up(float (&x)[kB], float (&y)[kB], float*) const {
+#pragma unroll
+    for (int lane = kLanes / 2; lane > 0; lane /= 2)
+#pragma unroll
+      for (int b = 0; b < kB; ++b) {
+        x[b] += __shfl_xor_sync(0xffffffffu, x[b], lane);
+        y[b] += __shfl_xor_sync(0xffffffffu, y[b], lane);
       }
-      if (to.next) held.keep(s * chunks + m, S);
-      if (to.slice) __stcs(reinterpret_cast<uint4*>(to.slice + column(s) * c.row + from), packed(S));
-    }
   }
 };
+
+// One token: o, and S after it.
+template <bool kChannel, class Part, int kA, int kB, class Store>
+__device__ void take_token(const Part& part, const DecodeToken& token, float (&S)[kA][kB], float* sums, bool keep,
+                           int column, const Store& store) {
+  float x[kB] = {}, y[kB] = {};
+#pragma unroll
+  for (int a = 0; a < kA; a += 4) {
+    float k[4], q[4], factor[4], near[4];
+    load_four(token.k + part.row(a), k), load_four(token.q + part.row(a), q);
+    if constexpr (kChannel) load_four(token.factor + part.row(a), factor), load_four(token.near + part.row(a), near);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int b = 0; b < kB; ++b) {
+        float& s = S[a + i][b];
+        if constexpr (kChannel) s = decayed(s, Decay<float>{factor[i], near[i]});
+        x[b] = fmaf(k[i], s, x[b]), y[b] = fmaf(q[i], s, y[b]);
+      }
+  }
+  part.add_up(x, y, sums);
+  const Decay<float> decay{token.rest[kFactor], token.rest[kNear]};
+  const float dot = kChannel ? 1.f : decay.factor + decay.near, beta = token.rest[kBeta], qk = token.rest[kQk];
+#pragma unroll
+  for (int b = 0; b < kB; ++b) {
+    x[b] = beta * (token.v[column + part.column(b)] - dot * x[b]);
+    if (part.stores()) store(column + part.column(b), fmaf(qk, x[b], dot * y[b]));
+  }
+  if (!keep) return;
+#pragma unroll
+  for (int a = 0; a < kA; a += 4) {
+    float k[4];
+    load_four(token.k + part.row(a), k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int b = 0; b < kB; ++b) {
+        float& s = S[a + i][b];
+        s = fmaf(k[i], x[b], kChannel ? s : decayed(s, decay));
+      }
+  }
+}
 
 // ---- The kernel ----
 
@@ -490,13 +420,27 @@ __device__ __noinline__ bool find_slot_fault(const Problem& p, const Args& a, in
   return __syncthreads_or(fault != Fault::kNone);
 }
 
-template <class State, class E, class Args>
-__global__ void __launch_bounds__(256, 2)
+// The warp that loads the first token's keys brings a word of every line of the parameters to where it will put them,
+// so that the misses are over when the block may begin.
+__device__ inline void touch_parameters(const DecodeCall& c, float* shared) {
+  const unsigned i = threadIdx.x - 32 * (c.helpers ? c.warps : 0);
+  if (i < sizeof(c) / 64) shared[i] = reinterpret_cast<const float*>(&c)[16 * i];
+}
+
+template <class Part, bool kChannel, class Args>
+__global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     sm90_decode_kernel(const __grid_constant__ DecodeCall c, const __grid_constant__ Problem p,
                        const __grid_constant__ Args a, const SlotUse* uses, int32_t* report) {
-  extern __shared__ __align__(16) uint4 smem[];
+  extern __shared__ __align__(16) float tokens[];
+  cuda::sm90::grid_let_next_start();
+  touch_parameters(c, tokens);
+  const Part part(c);
+  using E = typename Part::E;
   const int64_t n = c.first + blockIdx.z;
-  const int hv = blockIdx.y, column = blockIdx.x * c.columns;
+  const int hv = blockIdx.y, warp = threadIdx.x / 32, column = blockIdx.x * c.steps * c.columns;
+  E* heads = static_cast<E*>(c.state) + hv * c.head + Part::offset(c, column);  // of slot 0
+  float* sums = tokens + c.T * c.token;
+  cuda::sm90::grid_wait();
   int64_t from = n;
   bool wrong = false;
   if (c.slots) {
@@ -504,49 +448,64 @@ __global__ void __launch_bounds__(256, 2)
     wrong = uses ? slots_are_wrong(p, a, uses, n, report) : find_slot_fault(p, a, n, from, report);
   }
   const auto store = [&](int t, int j, float o) {
-    with_elements(c.type, c.o.data, [&](auto* x) { put(x + token_at(c.o, n, t, hv) + column + j, o); });
+    const int64_t at = token_at(c.o, n, t, hv) + column + j;
+    if (c.type == THALWEG_F32)
+      static_cast<float*>(c.o.data)[at] = o;
+    else
+      static_cast<uint16_t*>(c.o.data)[at] =
+          c.type == THALWEG_BF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(o)) : __half_as_ushort(__float2half_rn(o));
   };
   if (wrong || from < 0) {
     for (int t = 0; t < c.T; ++t)
-      for (int j = threadIdx.x; j < c.columns; j += blockDim.x) store(t, j, wrong ? cuda::nan_of<float>() : 0.f);
+      for (int j = threadIdx.x; j < c.steps * c.columns; j += blockDim.x)
+        store(t, j, wrong ? cuda::nan_of<float>() : 0.f);
     return;
   }
-  const State state(c, smem);
-  float* tokens = reinterpret_cast<float*>(state.held.end(c.vectors));
-  float* sums = tokens + c.T * c.token;
-  E* slice = static_cast<E*>(c.state) + hv * c.head + State::slice(c, column);
-  load_decode_tokens<State::kPerChannelDecay>(c, p, a, n, hv, column, tokens, [&] {
-    state.ask(c, slice + from * c.slot);
-    __pipeline_commit();
-  });
-  __pipeline_wait_prior(0);
-  state.held.widen(c.vectors);
-  for (int t = 0; t < c.T; ++t) {
-    int64_t slot = t + 1 == c.T ? from : -1;
-    if (c.slots) slot = write_slot(p, a, n, t, from);
-    const Target<E> to{slot < 0 ? nullptr : slice + slot * c.slot, t + 1 < c.T};
-    state.take(c, decode_token<State::kPerChannelDecay>(c, tokens, t),
-               sums + t % 2 * (blockDim.x / 32) * 2 * State::kColumns, to, [&](int j, float o) { store(t, j, o); });
+  uint4 raw[Part::kVectors];
+  const auto ask = [&](int s) {
+    part.each(c, heads + from * c.slot + Part::offset(c, s * c.columns),
+              [&](int i, const E* x) { raw[i] = __ldcs(reinterpret_cast<const uint4*>(x)); });
+  };
+  load_decode_tokens<kChannel>(c, n, hv, column, tokens, [&] { ask(0); });
+  __syncthreads();
+  if (warp >= c.warps) return;
+  for (int s = 0; s < c.steps; ++s) {
+    float S[Part::kA][Part::kB];
+    Part::unpack_all(raw, S);
+    if (s + 1 < c.steps) ask(s + 1);
+    for (int t = 0; t < c.T; ++t) {
+      int64_t slot = t + 1 == c.T ? from : -1;
+      if (c.slots) slot = write_slot(p, a, n, t, from);
+      take_token<kChannel>(part, decode_token<kChannel>(c, tokens, t), S,
+                           sums + (s * c.T + t) % 2 * Part::sums_floats(c.warps), slot >= 0 || t + 1 < c.T,
+                           s * c.columns, [&](int j, float o) { store(t, j, o); });
+      if (slot < 0) continue;
+      part.each(c, heads + slot * c.slot + Part::offset(c, s * c.columns),
+                [&](int i, E* x) { __stcs(reinterpret_cast<uint4*>(x), Part::vector(S, i)); });
+    }
   }
 }
 
 inline TokenTensor token_tensor(const thalweg_tensor& t) { return {t.data, t.stride[0], t.stride[1], t.stride[2]}; }
 
-template <class State, class E, class Args>
-void launch_sm90_decode(const Problem& p, const Plan& plan, const Args& a, const Exec& exec) {
-  constexpr bool kChannel = State::kPerChannelDecay;
+template <class Part, class Args>
+void launch_sm90_decode(const Problem& p, const DecodeCut& cut, const Args& a, const Exec& exec) {
+  constexpr bool kChannel = requires { a.lower_bound; };
   DecodeCall c{};
   c.q = token_tensor(a.q), c.k = token_tensor(a.k), c.v = token_tensor(a.v), c.o = token_tensor(a.o);
   if (is_there(a.g)) c.g = token_tensor(a.g), c.g_channel = kChannel ? a.g.stride[3] : 0;
   if (is_there(a.beta)) c.beta = token_tensor(a.beta);
+  c.A_log = a.A_log.data, c.dt_bias = a.dt_bias.data, c.bias_head = is_there(a.dt_bias) ? a.dt_bias.stride[0] : 0;
   c.state = a.state.data, c.slot = a.state.stride[0], c.head = a.state.stride[1];
   c.row = a.state.stride[p.k_contiguous ? 3 : 2];
-  c.type = p.dtype, c.g_type = a.g.dtype, c.beta_type = a.beta.dtype, c.scale = float(p.scale);
-  c.K = int32_t(p.K), c.V = int32_t(p.V), c.T = int32_t(p.T), c.group = int32_t(p.HV / p.H);
-  const int64_t warps = plan.values[0];
-  c.columns = int32_t(plan.values[1]), c.split = int32_t(warps * State::kColumns / c.columns);
-  c.steps = State::steps_of(p.K, c.columns, warps), c.vectors = State::vectors_of(p.K, c.columns, warps);
-  c.token = decode_token_floats<kChannel>(c.K, c.columns);
+  c.group_inverse = cuda::ceil_div(int64_t(1) << 32, p.HV / p.H);
+  c.K = int32_t(p.K), c.T = int32_t(p.T);
+  c.columns = int32_t(cut.columns), c.steps = int32_t(cut.steps);
+  c.warps = int32_t(cut.warps), c.helpers = int32_t(cut.helpers);
+  c.token = decode_token_floats<kChannel>(c.K, c.columns * c.steps);
+  c.type = p.dtype, c.g_type = a.g.dtype, c.beta_type = a.beta.dtype;
+  c.rate_type = a.A_log.dtype, c.bias_type = a.dt_bias.dtype;
+  c.scale = float(p.scale), c.bound = float(p.lower_bound);
   c.use_qk_l2norm = a.use_qk_l2norm, c.use_gate = a.use_gate, c.slots = p.slots;
   c.use_beta_sigmoid = a.use_beta_sigmoid, c.allow_neg_eigval = a.allow_neg_eigval;
   SlotUse* uses = nullptr;
@@ -554,34 +513,37 @@ void launch_sm90_decode(const Problem& p, const Plan& plan, const Args& a, const
     uses = reinterpret_cast<SlotUse*>(exec.workspace);
     count_slot_uses(p, a, exec, uses);
   }
-  const int64_t state_bytes = p.K * c.columns * int64_t(sizeof(E) + (State::kFloats ? sizeof(float) : 0));
-  const int64_t bytes = state_bytes + 4 * (c.T * c.token + 2 * warps * 2 * State::kColumns);
-  const auto kernel = sm90_decode_kernel<State, E, Args>;
-  cuda::prefer_shared_memory("sm90_decode", kernel);
+  const int64_t bytes = 4 * ((c.T > 1 ? c.T : 1) * c.token + 2 * Part::sums_floats(c.warps));
+  const auto kernel = sm90_decode_kernel<Part, kChannel, Args>;
   for (; c.first < p.N; c.first += cuda::kMaxGridYZ) {
     const int64_t count = p.N - c.first < cuda::kMaxGridYZ ? p.N - c.first : cuda::kMaxGridYZ;
-    cuda::launch(exec, "sm90_decode", kernel, {p.V / c.columns, p.HV, count}, 32 * warps, bytes, c, p, a,
-                 static_cast<const SlotUse*>(uses), exec.report);
+    cuda::sm90::launch_behind(exec, "sm90_decode", kernel, cuda::Grid{p.V / (c.columns * c.steps), p.HV, count},
+                              32 * (cut.warps + cut.helpers), bytes, c, p, a, static_cast<const SlotUse*>(uses),
+                              exec.report);
   }
 }
 
-template <class E, bool kWide, class Args>
-void sm90_decode_layout(const Problem& p, const Plan& plan, const Args& a, const Exec& exec) {
-  constexpr bool kChannel = requires { a.lower_bound; };
-  if (p.k_contiguous)
-    launch_sm90_decode<ByK<E, kChannel, kWide>, E>(p, plan, a, exec);
+template <class E, class Args>
+void sm90_decode_layout(const Problem& p, const DecodeCut& cut, const Args& a, const Exec& exec) {
+  if (!p.k_contiguous && cut.columns == 64)
+    launch_sm90_decode<ByV<E, 64 / kWidth<E>>>(p, cut, a, exec);
+  else if (!p.k_contiguous)
+    launch_sm90_decode<ByV<E, 32 / kWidth<E>>>(p, cut, a, exec);
+  else if (p.K == 64)
+    launch_sm90_decode<ByK<E, 4>>(p, cut, a, exec);
+  else if (p.K == 128)
+    launch_sm90_decode<ByK<E, 8>>(p, cut, a, exec);
   else
-    launch_sm90_decode<ByV<E, kChannel, kWide>, E>(p, plan, a, exec);
+    launch_sm90_decode<ByK<E, 16>>(p, cut, a, exec);
 }
 
 template <class Args>
 void sm90_decode_of(const Problem& p, const Plan& plan, const Args& a, const Exec& exec) {
+  const DecodeCut cut{plan.values[0], plan.values[1], plan.values[2], plan.values[3]};
   if (p.state == THALWEG_F32)
-    sm90_decode_layout<float, false>(p, plan, a, exec);
-  else if (p.T <= 1)
-    sm90_decode_layout<__nv_bfloat16, false>(p, plan, a, exec);
+    sm90_decode_layout<float>(p, cut, a, exec);
   else
-    sm90_decode_layout<__nv_bfloat16, true>(p, plan, a, exec);
+    sm90_decode_layout<__nv_bfloat16>(p, cut, a, exec);
 }
 
 }  // namespace

@@ -7,26 +7,27 @@
 // Shapes    q,k [N,T,H,K]  v,o [N,T,HV,V]  g [N,T,HV,K]  beta [N,T,HV]  state [M,HV,K,V]
 // Takes     state f32 or bf16 with rows at 16 bytes, K or V contiguous; K of 64, 128, 256, V a multiple of 64; T up to
 //           8; q, k, v of f32, bf16, f16; the rest of any dtype and stride
-// Grid      (slice of V, HV, N). What a block takes is decode_cut's (delta_rule/cuda_plan.h). Of many states at most 64
-//           KiB of one, a warp each 128 bytes of V (K contiguous: 32 columns): all of it for K = V = 128 in f32, by
-//           four warps. Of few states 128 bytes of V (32 columns), which up to 8 warps share
-// Tile      V contiguous: 4 vectors of 16 bytes a step in each thread, whose 8 lanes have a row of 128 bytes; K
-//           contiguous: 8 lanes a column
-// Smem      the block's part of the state as it arrives and, of bf16 with several tokens, as floats; the T tokens; the
-//           warps' sums, twice. At most 72 KiB with one token, 147 KiB with eight
-// Regs      95 to 128
-// Order     V contiguous: x and y over the rows of a thread, 4 row groups by halving, then the warps in order;
-//           K contiguous: over the vectors of a thread, then a butterfly over 8 lanes
+// Grid      (slice of V, HV, N). What a block takes is decode_cut's (delta_rule/cuda_plan.h). K contiguous: two warps
+//           with 2048 / K columns. V contiguous: K / 32 warps with 32 columns, of many states twice as many warps with
+//           64. A block takes twice the columns, one half after the other, where all blocks then run at once and, V
+//           contiguous, of many states. Two more warps have the tokens where all blocks run at once with them
+// Tile      32 numbers of the state in a thread, floats in registers from the load to the store. V contiguous: lanes
+//           with 16 bytes each have a row, a thread rows in fours; K contiguous: K / 16 lanes a column, a thread two
+// Smem      the T tokens and, V contiguous, the warps' sums, twice: 1.2 to 45 KiB
+// Regs      120 to 128: 16 warps a multiprocessor
+// Order     V contiguous: x and y over the rows of a thread, the row groups of a warp by halving, then the warps in
+//           order; K contiguous: over a thread's rows, then a butterfly over the lanes
 // Numerics  float32; a gate near 0 takes exp(g) - 1 away; a bf16 state is rounded where it is stored, not between the
 //           tokens of a call
-// Traps     a warp asks for its tokens, then for its state with asynchronous copies, and only then uses the tokens, so
-//           that neither waits for the other. A thread reads only vectors that it asked for or wrote itself: the state
-//           needs no barrier. The carveout is asked for: else fewer blocks are resident than shared memory allows.
-//           Up to 1024 sequences every block compares its slots with all others itself; more are counted first
-//           (delta_rule/cuda_slots.cuh).
-// Measured  H200, bf16, K = V = 128, HV = 32, state f32, T = 1: 128 sequences 148 us (3.6 TB/s of states read and
-//           written). Blocks of 128 bytes of V that ask for the state before the tokens were slower; bf16 states,
-//           several tokens, K of 64 and 256 are not measured.
+// Traps     A warp asks for its tokens, then for its state, and only then uses the tokens: neither waits for the other.
+//           Numbers of a dtype known only at run time are loaded as bits and converted later. The grid may start while
+//           the one before it ends, and lets the next do so (launch_behind): what comes before grid_wait() may touch no
+//           tensor. The number of a named barrier must be a constant. Up to 1024 sequences every block compares its
+//           slots with all others itself; more are counted first (delta_rule/cuda_slots.cuh).
+// Measured  H200, bf16, K = V = 128, HV = 32, state f32, T = 1: 128 sequences 142 us with V as with K contiguous (3.8
+//           TB/s of states read and written), one 4.7 us. With K contiguous gated_delta_rule takes 132: each block of
+//           16 columns makes 128 gates of its own. bf16 states, several tokens, K of 64 and 256 are not measured. What
+//           else was tried: docs/tuning, gated_delta_rule-decode-registers.
 #include "thalweg/delta_rule/sm90_decode.cuh"
 #include "thalweg/ops/kimi_delta_attention/problem.h"
 
