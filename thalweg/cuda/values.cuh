@@ -5,6 +5,7 @@
 
 #include "thalweg/core/report.h"
 #include "thalweg/cuda/launch.h"
+#include "thalweg/cuda/sm90/ptx.cuh"
 #include "thalweg/cuda/tensor.cuh"
 
 namespace thalweg::cuda {
@@ -27,6 +28,7 @@ inline int64_t spans_bytes(int64_t N) { return (N * int64_t(sizeof(Span)) + 63) 
 // replaced by the largest one so far, clamped; a sequence whose own borders were changed by that is not valid.
 static __global__ void check_borders_kernel(thalweg_tensor borders, int64_t N, int64_t size, Span* spans,
                                             int32_t* report, int64_t field) {
+  sm90::grid_let_next_start();
   __shared__ int64_t highest[1024];
   int64_t carried = 0;  // the largest border before this round
   for (int64_t first = 0; first <= N; first += blockDim.x) {
@@ -66,7 +68,8 @@ __device__ inline Span span_at(const Span* spans, int64_t n) {
 
 inline void check_borders(const Exec& exec, const thalweg_tensor& borders, int64_t N, int64_t size, Span* spans,
                           int64_t field) {
-  launch(exec, "check_borders", check_borders_kernel, {1}, 1024, 0, borders, N, size, spans, exec.report, field);
+  const int64_t threads = N + 1 < 1024 ? ceil_div(N + 1, 32) * 32 : 1024;
+  launch(exec, "check_borders", check_borders_kernel, {1}, threads, 0, borders, N, size, spans, exec.report, field);
 }
 
 }  // namespace thalweg::cuda

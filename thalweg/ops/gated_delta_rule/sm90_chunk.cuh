@@ -63,6 +63,21 @@ __device__ inline E* row_at(const thalweg_tensor& t, int64_t T, int64_t row, int
   return static_cast<E*>(t.data) + row / T * t.stride[0] + row % T * t.stride[1] + head * t.stride[2];
 }
 
+// Rows past the last packed sequence, a part of them by each of the blocks that make factors.
+template <class E>
+__device__ inline void zero_rest(const ChunkArgs& a, int block, int blocks) {
+  if (!a.spans) return;
+  const int64_t end = a.N > 0 ? cuda::span_at(a.spans, a.N - 1).end : 0;
+  for (int64_t row = end + block; row < a.T; row += blocks)
+    for (int64_t i = 8 * threadIdx.x; i < a.HV * a.V; i += 8 * blockDim.x) {
+      E* const to = row_at<E>(a.o, a.T, row, i / a.V) + i % a.V;
+      if (a.aligned)
+        *reinterpret_cast<uint4*>(to) = uint4{};
+      else
+        for (int j = 0; j < 8; ++j) to[j] = E(0.f);
+    }
+}
+
 // 8 elements, zeros where they are not valid. Aligned: in flight afterwards; otherwise done, element by element.
 template <class E>
 __device__ inline void copy_piece(uint32_t to, const E* from, bool valid, bool aligned) {

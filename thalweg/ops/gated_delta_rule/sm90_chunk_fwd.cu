@@ -12,7 +12,8 @@
 //           blocks that start first make the factors, chunk by chunk, and the others wait for a flag; else a kernel
 //           before this one makes them (sm90_chunk_prep.cu). Where they leave three quarters free and sequences are
 //           long, one block a piece of a sequence instead: two more kernels before this one find the states before
-//           the pieces (sm90_chunk_pieces.cu).
+//           the pieces (sm90_chunk_pieces.cu). Rows past the last packed sequence are zeroed by that
+//           kernel, or by one of their own.
 // Groups    of 128 threads (sm90_chunk_roles.cuh): loads, a warp each for K and V, A, Q, P, into two rings, keys (K, V,
 //           A) and queries (Q, P); one chain group for each 64 columns of V. With one slice a group of its own makes O,
 //           as the chain is what the call waits for; with two the chains make it, as then all of the multiprocessor is
@@ -40,7 +41,8 @@
 //           against 850) or behind the second product (904); with two slices an output group, which the chains waited
 //           for (305 against 287 at 8x1024); the next chain taken when the last one's loads begin, so that it waits
 //           behind a long chain (packed sequences of 4096 to 64: 264 against 252); one slice with its work looked up by
-//           each role, as blocks that go on have it (1x32768: 665 against 650).
+//           each role, as blocks that go on have it (1x32768: 665 against 650); P made in the block of two slices, by a
+//           group that makes all of O too or by the warps that load (the note fwd-chain-block).
 #include "thalweg/cuda/sm90/launch_behind.h"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_prep.cuh"
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_roles.cuh"
@@ -139,12 +141,10 @@ __global__ void __launch_bounds__(Layout<KD, slices, output>::kThreads, 1)
   }
 }
 
-// Rows past the last sequence.
+// For calls without sm90_chunk_prep, which does it too. Not in chunk_fwd: its one slice is 10 % slower then.
 template <class E>
-__global__ void zero_rest(const __grid_constant__ ChunkArgs a) {
-  const int64_t end = a.N > 0 ? cuda::span_at(a.spans, a.N - 1).end : 0;
-  for (int64_t row = end + blockIdx.x; row < a.T; row += gridDim.x)
-    for (int64_t i = threadIdx.x; i < a.HV * a.V; i += blockDim.x) row_at<E>(a.o, a.T, row, i / a.V)[i % a.V] = E(0.f);
+__global__ void zero_rest_kernel(const __grid_constant__ ChunkArgs a) {
+  zero_rest<E>(a, blockIdx.x, gridDim.x);
 }
 
 // Rows of chunk_states that belong to no checkpoint, and those of a sequence whose borders are wrong. A block a
@@ -183,14 +183,15 @@ void launch_fwd(const Problem& p, const ChunkArgs& a, const Maps& maps, const Ex
 
 template <class E>
 void run_dtype(const Problem& p, const Plan& plan, const ChunkArgs& a, const Maps& maps, const Exec& exec) {
-  if (a.spans) cuda::launch(exec, "sm90_chunk_zero", zero_rest<E>, {p.T < 1024 ? p.T : 1024}, 256, 0, a);
   if (cuda::is_there(a.chunk_states))
     cuda::launch(exec, "sm90_chunk_checkpoints", fill_checkpoints, {(p.N > 0 ? p.N : 1) * p.HV}, 256, 0, a);
-  if (a.tickets)
+  if (a.tickets) {
+    if (a.spans) cuda::launch(exec, "sm90_chunk_zero", zero_rest_kernel<E>, {p.T < 1024 ? p.T : 1024}, 256, 0, a);
     cuda::cuda_check(cudaMemsetAsync(a.tickets, 0, flags_bytes(p), static_cast<cudaStream_t>(exec.stream)),
                      "clearing the flags of sm90_chunk_fwd");
-  else
+  } else {
     launch_prep(p, a, maps, exec);
+  }
   if (a.pieces) launch_pieces(p, a, maps, exec);
   if (p.K == 64)
     launch_fwd<E, 64, 1, Output::kGroup>(p, a, maps, exec);

@@ -2,7 +2,7 @@
 // For calls whose chains fill the device; where they do not, sm90_chunk_fwd makes the factors too.
 #include "thalweg/ops/gated_delta_rule/sm90_chunk_prep.cuh"
 
-#include "thalweg/cuda/launch.h"
+#include "thalweg/cuda/sm90/launch_behind.h"
 
 namespace thalweg::gated_delta_rule::sm90 {
 namespace {
@@ -52,17 +52,22 @@ template <class E, int KD>
 __global__ void __launch_bounds__(kPrepThreads, 1)
     chunk_prep(const __grid_constant__ ChunkArgs a, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) char bytes[];
+  grid_wait();
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.next_job = min(a.jobs, a.num_sms);
   grid_let_next_start();
   run_slots<E, KD>(a, maps, bytes);
+  zero_rest<E>(a, blockIdx.x, gridDim.x);
 }
 
 template <class E, int KD>
 void launch_of(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exec& exec) {
   static_assert(kPrepGroups * sizeof(PrepSmem<KD>) <= 227 * 1024);
-  const int64_t items = chunk_slots(p) * p.H;
-  cuda::launch(exec, "sm90_chunk_prep", chunk_prep<E, KD>, {items < a.num_sms ? items : a.num_sms}, kPrepThreads,
-               kPrepGroups * sizeof(PrepSmem<KD>), a, maps);
+  const int64_t items = chunk_slots(p) * p.H, blocks = items < 1 ? 1 : items < a.num_sms ? items : a.num_sms;
+  constexpr int64_t kBytes = kPrepGroups * sizeof(PrepSmem<KD>);
+  if (a.spans)  // behind the kernel that checks the borders
+    launch_behind(exec, "sm90_chunk_prep", chunk_prep<E, KD>, blocks, kPrepThreads, kBytes, a, maps);
+  else
+    cuda::launch(exec, "sm90_chunk_prep", chunk_prep<E, KD>, {blocks}, kPrepThreads, kBytes, a, maps);
 }
 
 }  // namespace
