@@ -26,8 +26,9 @@ inline int64_t spans_bytes(int64_t N) { return (N * int64_t(sizeof(Span)) + 63) 
 
 // One block: spans [N] of borders [N+1], whose entries start at 0, do not fall and do not pass `size`. Borders are
 // replaced by the largest one so far, clamped; a sequence whose own borders were changed by that is not valid.
+// `order` [N], if given: the sequences, longest first; as they come where there are more than a block has threads.
 static __global__ void check_borders_kernel(thalweg_tensor borders, int64_t N, int64_t size, Span* spans,
-                                            int32_t* report, int64_t field) {
+                                            int32_t* order, int32_t* report, int64_t field) {
   sm90::grid_let_next_start();
   __shared__ int64_t highest[1024];
   int64_t carried = 0;  // the largest border before this round
@@ -56,6 +57,15 @@ static __global__ void check_borders_kernel(thalweg_tensor borders, int64_t N, i
     carried = highest[blockDim.x - 1];
     __syncthreads();
   }
+  for (int64_t n = threadIdx.x; order && n < N; n += blockDim.x) {
+    int rank = int(n);
+    if (N < blockDim.x) {  // highest has all borders
+      const auto length_of = [&](int m) { return highest[m + 1] - highest[m]; };
+      rank = 0;
+      for (int m = 0; m < N; ++m) rank += length_of(m) > length_of(n) || (length_of(m) == length_of(n) && m < n);
+    }
+    order[rank] = int32_t(n);
+  }
 }
 
 __device__ inline Span span_at(const Span* spans, int64_t n) {
@@ -67,9 +77,10 @@ __device__ inline Span span_at(const Span* spans, int64_t n) {
 }
 
 inline void check_borders(const Exec& exec, const thalweg_tensor& borders, int64_t N, int64_t size, Span* spans,
-                          int64_t field) {
+                          int64_t field, int32_t* order = nullptr) {
   const int64_t threads = N + 1 < 1024 ? ceil_div(N + 1, 32) * 32 : 1024;
-  launch(exec, "check_borders", check_borders_kernel, {1}, threads, 0, borders, N, size, spans, exec.report, field);
+  launch(exec, "check_borders", check_borders_kernel, {1}, threads, 0, borders, N, size, spans, order, exec.report,
+         field);
 }
 
 }  // namespace thalweg::cuda

@@ -30,6 +30,7 @@ struct Maps {
 struct ChunkArgs {
   thalweg_tensor q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state, chunk_states;
   const cuda::Span* spans;  // null: not packed
+  const int32_t* order;     // packed sequences, longest first
   char* factors;            // [slots HV kFactorBytes]
   int* tickets;             // blocks that have started, then flags [slots HV]: factors are there; null: all are
   int prep_blocks;          // the first blocks to start make factors

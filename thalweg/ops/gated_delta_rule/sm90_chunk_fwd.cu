@@ -8,12 +8,12 @@
 // Shapes    q,k [B,T,H,K]  v,o [B,T,HV,V]  initial,final_state [N,HV,K,V]
 // Takes     K = V in {64, 128}, bf16 or f16, any strides of tokens and heads, states of any dtype
 // Grid      one block a sequence, value head and 64 kSlices columns of V; of two slices a block a multiprocessor, which
-//           goes from one to the next. Where these leave multiprocessors free, the
-//           blocks that start first make the factors, chunk by chunk, and the others wait for a flag; else a kernel
-//           before this one makes them (sm90_chunk_prep.cu). Where they leave three quarters free and sequences are
-//           long, one block a piece of a sequence instead: two more kernels before this one find the states before
-//           the pieces (sm90_chunk_pieces.cu). Rows past the last packed sequence are zeroed by that
-//           kernel, or by one of their own.
+//           goes from one to the next, the longest first (an order that the check of the borders makes). Where these
+//           leave multiprocessors free, the blocks that start first make the factors, chunk by chunk, and the others
+//           wait for a flag; else a kernel before this one makes them (sm90_chunk_prep.cu). Where they leave three
+//           quarters free and sequences are long, one block a piece of a sequence instead: two more kernels before
+//           this one find the states before the pieces (sm90_chunk_pieces.cu). Rows past the last packed sequence are
+//           zeroed by the factors' kernel, or by one of their own.
 // Groups    of 128 threads (sm90_chunk_roles.cuh): loads, a warp each for K and V, A, Q, P, into two rings, keys (K, V,
 //           A) and queries (Q, P); one chain group for each 64 columns of V. With one slice a group of its own makes O,
 //           as the chain is what the call waits for; with two the chains make it, as then all of the multiprocessor is
@@ -36,7 +36,7 @@
 //           656; 1x8192 H2 HV8 88; packed 4x2048 141, 8x1024 HV64 261, 4x8192 HV64 880 (by a driver 140, 249, 818: 60,
 //           92 and 270 of them factors); B2 T2048 H4 HV8 K64 39. g, beta or q, k, v of other strides: the same.
 //           Blocks that go from chain to chain, by a driver in the same run: 258 to 249, 838 to 818; packed sequences
-//           of 4096 to 64, HV64, 252 to 248, the longest last 301 to 292
+//           of 4096 to 64, HV64, 252 to 248, the longest last 301 to 292, and 251 in order of length
 //           Lost: O by the chain with one slice (237 against 226); O's first product before the last O leaves (893
 //           against 850) or behind the second product (904); with two slices an output group, which the chains waited
 //           for (305 against 287 at 8x1024); the next chain taken when the last one's loads begin, so that it waits
@@ -220,15 +220,18 @@ bool heads_together(const thalweg_tensor& t) {
 void sm90_chunk_fwd(const Problem& p, const Plan& plan, const thalweg_gated_delta_rule_fwd_args& a, const Exec& exec) {
   using namespace sm90;
   cuda::Span* spans = nullptr;
+  int32_t* order = nullptr;
   if (p.packed) {
     spans = reinterpret_cast<cuda::Span*>(exec.workspace);
-    cuda::check_borders(exec, a.cu_seqlens, p.N, p.T, spans, offsetof(thalweg_gated_delta_rule_fwd_args, cu_seqlens));
+    order = reinterpret_cast<int32_t*>(exec.workspace + order_at(p));
+    cuda::check_borders(exec, a.cu_seqlens, p.N, p.T, spans, offsetof(thalweg_gated_delta_rule_fwd_args, cu_seqlens),
+                        order);
   }
   ChunkArgs args{};
   args.q = a.q, args.k = a.k, args.v = a.v, args.o = a.o, args.g = a.g, args.beta = a.beta;
   args.A_log = a.A_log, args.dt_bias = a.dt_bias;
   args.initial_state = a.initial_state, args.final_state = a.final_state, args.chunk_states = a.chunk_states;
-  args.spans = spans, args.factors = exec.workspace + factors_at(p);
+  args.spans = spans, args.order = order, args.factors = exec.workspace + factors_at(p);
   args.prep_blocks = int(plan.values[kPrepBlocks]), args.num_sms = int(plan.values[kNumSms]);
   if (args.prep_blocks) args.tickets = reinterpret_cast<int*>(exec.workspace + flags_at(p));
   args.pieces = int(plan.values[kPieces]);

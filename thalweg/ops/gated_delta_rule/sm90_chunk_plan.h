@@ -18,9 +18,9 @@ constexpr int64_t kFewestPrepBlocks = 24;  // they must keep ahead of the chains
 
 // Chunk c of a sequence that starts at row `begin` of [B T] has slot begin / 64 + n + c.
 inline int64_t chunk_slots(const delta_rule::Problem& p) { return p.B * p.T / kChunk + p.N; }
-inline int64_t factors_at(const delta_rule::Problem& p) {
-  return delta_rule::up_to(delta_rule::spans_workspace(p), 128);
-}
+// Spans, then the sequences in the order in which their chains are taken, then factors.
+inline int64_t order_at(const delta_rule::Problem& p) { return delta_rule::spans_workspace(p); }
+inline int64_t factors_at(const delta_rule::Problem& p) { return delta_rule::up_to(order_at(p) + p.N * 4, 128); }
 
 // Tickets and flags of a launch in which the first blocks make the factors for the others; where blocks go from chain
 // to chain, the ticket alone, of the next one.

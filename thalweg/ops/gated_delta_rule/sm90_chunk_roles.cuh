@@ -127,7 +127,8 @@ __device__ inline void warp_arrive(uint32_t bar) {
 template <class E, class L>
 __device__ inline bool find_work(const ChunkArgs& a, int job, Work<E>& work) {
   const int pieces = L::kGoesOn ? 0 : a.pieces, piece = pieces ? job % pieces : 0;
-  const int64_t chain = pieces ? job / pieces : job, head = chain / L::kHeadBlocks, n = head / a.HV;
+  const int64_t chain = pieces ? job / pieces : job, head = chain / L::kHeadBlocks,
+                n = L::kGoesOn && a.spans ? a.order[head / a.HV] : head / a.HV;
   const cuda::Span span = span_of(a, n);
   return make_work(a, span, n, head % a.HV, chain % L::kHeadBlocks * L::kColumns, pieces, piece, work);
 }
