@@ -26,17 +26,19 @@ struct SoftmaxScratch {
   float *s, *o, *m, *l, *shrink;  // scores of a tile [keys][heads]; [H][o_row]; [heads]
 };
 
-// The row of no key yet: m and l of the sink alone.
-void start(const Problem& p, const Inputs& in, SoftmaxScratch& x) {
+// The heads of no key yet, of one query or of several: m and l of the sink alone.
+void start(const Problem& p, const Inputs& in, SoftmaxScratch& x, int64_t queries = 1) {
   for (int64_t h = 0; h < x.shape.heads; ++h) {
-    x.m[h] = is_there(in.sink) && h < p.H ? float_at(in.sink, h) : -infinity();
+    x.m[h] = is_there(in.sink) && h < queries * p.H ? float_at(in.sink, h % p.H) : -infinity();
     x.l[h] = x.m[h] == -infinity() ? 0.f : 1.f;
   }
-  for (int64_t i = 0; i < p.H * x.o_row; ++i) x.o[i] = 0;
+  for (int64_t i = 0; i < queries * p.H * x.o_row; ++i) x.o[i] = 0;
 }
 
-// Scores to probabilities of the tile, relative to the maxima so far.
-[[gnu::noinline]] void soften(const SoftmaxScratch& x, const int32_t* counts, int64_t n) {
+// Scores to probabilities of the tile, relative to the maxima so far; weight(i, h): how often key i counts for heads h
+// and on.
+template <class Weight>
+[[gnu::always_inline]] inline void soften(const SoftmaxScratch& x, int64_t n, Weight&& weight) {
   const int64_t heads = x.shape.heads;
   for (int64_t h = 0; h < heads; h += kLanes) {
     const vf old = load(x.m + h);
@@ -46,16 +48,20 @@ void start(const Problem& p, const Inputs& in, SoftmaxScratch& x) {
     const vf shrink = exp(old - base);
     vf sum = load(x.l + h) * shrink;
     for (int64_t i = 0; i < n; ++i) {
-      const vf P = set1(float(counts[i])) * exp(load(x.s + i * heads + h) - base);
+      const vf P = weight(i, h) * exp(load(x.s + i * heads + h) - base);
       store(x.s + i * heads + h, P);
       sum += P;
     }
     store(x.m + h, m), store(x.l + h, sum), store(x.shrink + h, shrink);
   }
 }
+[[gnu::noinline]] void soften(const SoftmaxScratch& x, const int32_t* counts, int64_t n) {
+  soften(x, n, [&](int64_t i, int64_t) __attribute__((always_inline)) { return set1(float(counts[i])); });
+}
 
-void shrink_outputs(const Problem& p, const SoftmaxScratch& x) {
-  for (int64_t h = 0; h < p.H; ++h) {
+// Of `rows` heads.
+void shrink_outputs(int64_t rows, const SoftmaxScratch& x) {
+  for (int64_t h = 0; h < rows; ++h) {
     if (x.shrink[h] == 1) continue;
     const vf factor = set1(x.shrink[h]);
     for (int64_t c = 0; c < x.shape.value; c += kLanes) store(x.o + h * x.o_row + c, factor * load(x.o + h * x.o_row + c));

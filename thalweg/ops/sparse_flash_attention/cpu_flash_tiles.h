@@ -68,16 +68,23 @@ struct Tile {
   }
 };
 
-// Few heads: products along the row instead of heads along the lanes.
+// Few heads of one query: products along the row instead of heads along the lanes.
 inline bool few_heads(const Problem& p) { return p.H <= kLanes / 2; }
 
-// Rows of H heads for scores(): few heads as they are, [H][width]; else heads along the lanes, in panels of kPanel (the
-// last may be kLanes wide), [panel][width][heads of the panel], heads past H zero. `width` is a multiple of kLanes.
-inline void arrange_heads(const Problem& p, const float* rows, int64_t row, int64_t width, int64_t heads, float factor,
+// The rows of a product with keys: heads of one query, or of several.
+struct Rows {
+  int64_t n;
+  bool few;
+};
+inline Rows rows_of(const Problem& p) { return {p.H, few_heads(p)}; }
+
+// Rows for scores(): few as they are, [n][width]; else along the lanes, in panels of kPanel (the last may be kLanes
+// wide), [panel][width][rows of the panel], rows past n zero. `width` is a multiple of kLanes.
+inline void arrange_heads(Rows these, const float* rows, int64_t row, int64_t width, int64_t heads, float factor,
                           float* out) {
   const vf times = set1(factor);
-  if (few_heads(p)) {
-    for (int64_t h = 0; h < p.H; ++h)
+  if (these.few) {
+    for (int64_t h = 0; h < these.n; ++h)
       for (int64_t c = 0; c < width; c += kLanes) store(out + h * width + c, times * load(rows + h * row + c));
     return;
   }
@@ -85,7 +92,7 @@ inline void arrange_heads(const Problem& p, const float* rows, int64_t row, int6
     const int64_t panel = h / kPanel * kPanel, panel_width = least(kPanel, heads - panel);
     for (int64_t c = 0; c < width; c += kLanes) {
       vf block[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i) block[i] = h + i < p.H ? times * load(rows + (h + i) * row + c) : zero();
+      for (int64_t i = 0; i < kLanes; ++i) block[i] = h + i < these.n ? times * load(rows + (h + i) * row + c) : zero();
       transpose(block);
       for (int64_t i = 0; i < kLanes; ++i) store(out + panel * width + (c + i) * panel_width + h - panel, block[i]);
     }
@@ -139,14 +146,14 @@ template <int HEADS>
 }
 
 // s[n][heads] = rows[n][width] times the arranged heads.
-[[gnu::noinline]] void scores(const Problem& p, int64_t n, const float* rows, int64_t row, int64_t width,
+[[gnu::noinline]] void scores(Rows these, int64_t n, const float* rows, int64_t row, int64_t width,
                               const float* q, float* s, int64_t heads) {
-  if (few_heads(p)) {
+  if (these.few) {
     int64_t h = 0;
-    for (; h + 4 <= p.H; h += 4) scores_of_few<4>(n, rows, row, width, q + h * width, s + h, heads);
-    if (p.H - h == 3) scores_of_few<3>(n, rows, row, width, q + h * width, s + h, heads);
-    if (p.H - h == 2) scores_of_few<2>(n, rows, row, width, q + h * width, s + h, heads);
-    if (p.H - h == 1) scores_of_few<1>(n, rows, row, width, q + h * width, s + h, heads);
+    for (; h + 4 <= these.n; h += 4) scores_of_few<4>(n, rows, row, width, q + h * width, s + h, heads);
+    if (these.n - h == 3) scores_of_few<3>(n, rows, row, width, q + h * width, s + h, heads);
+    if (these.n - h == 2) scores_of_few<2>(n, rows, row, width, q + h * width, s + h, heads);
+    if (these.n - h == 1) scores_of_few<1>(n, rows, row, width, q + h * width, s + h, heads);
     return;
   }
   int64_t h = 0;

@@ -98,7 +98,7 @@ void attend(const Problem& p, const Inputs& in, const Scratch& x, const Tile& ti
           scale_block(s, heads, rows, width, factor);
         });
     soften(x, x.counts + begin, count);
-    shrink_outputs(p, x);
+    shrink_outputs(p.H, x);
     rows_to_left_columns(x.s, heads, count, heads, x.w);
     multiply_tiles<true>(heads, p.V, count, x.w, x.v, x.o, x.o_row);
   }

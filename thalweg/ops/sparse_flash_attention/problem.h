@@ -87,6 +87,26 @@ static inline FlashShape flash_shape(const Problem& p, int64_t lanes) {
   return {padded(p.H, lanes), key, value, key + (p.latent ? 0 : value) + 16, padded(list_capacity(p), 16)};
 }
 
+// Groups of neighbouring queries whose lists name most of their keys (cpu_flash_group.h): queries x heads are the rows
+// of one product. Not where p is wanted. A group has a vector of rows where it can, and leaves work for four threads.
+constexpr int64_t kGroupRows = 32, kGroupQueries = 32, kFewestKeys = 64;
+static inline bool may_group(const Problem& p) { return 2 * p.H <= kGroupRows && !p.wants_p; }
+static inline int64_t group_queries(const Problem& p) {
+  if (!may_group(p)) return 1;
+  const int64_t least = kGroupRows / 2 / p.H, most = kGroupRows / p.H, some = p.B * p.T / 4;
+  return some < least ? least : some < most ? some : most;
+}
+// Whether a list names most of the keys below `limit`, and how far such a list may reach: the fewer heads, the less a
+// key's products cost beside reading it, and the more of them may be for nothing. Not a matter of the number of
+// queries, or tokens behind the end would change bits before it.
+static inline bool names_most(const Problem& p, int64_t n, int64_t limit) {
+  return n >= kFewestKeys && n * (p.H + 3) >= limit * p.H;
+}
+static inline int64_t range_capacity(const Problem& p) {
+  const int64_t n = list_capacity(p) * (p.H + 3) / p.H;
+  return padded(n < p.S ? n : p.S, 16);
+}
+
 // Of the row of bf16 tiles (cpu_tile_fwd.cpp).
 constexpr int64_t kListKeys = 128;  // keys that are gathered at a time
 struct TileShape {
@@ -94,12 +114,15 @@ struct TileShape {
 };
 static inline TileShape tile_shape(const Problem& p) { return {padded(p.K, 32) + padded(p.KR, 32)}; }
 
-// Of the backward: sums of gradients, terms of the sink, and what is kept of each query of a block.
+// Of the backward: sums of gradients, terms of the sink, and what is kept of each group of queries of a block.
+constexpr int64_t kGroupBytes = 16 << 20;  // a group of several queries keeps at most this
+constexpr int64_t kKeptHeader = 80;        // sizeof(Kept), and a count of them
 struct FlashBackward {
   int64_t head_row;     // a head's q, rope part and d_o
   int64_t num_chunks;   // of columns
   int64_t sums, terms;  // numbers
-  int64_t kept_bytes;
+  int64_t queries;      // of a group
+  int64_t kept_bytes;   // a group's
 };
 static inline FlashBackward flash_backward(const Problem& p, int64_t lanes) {
   const FlashShape x = flash_shape(p, lanes);
@@ -108,8 +131,11 @@ static inline FlashBackward flash_backward(const Problem& p, int64_t lanes) {
   y.num_chunks = (x.key + (p.latent ? 0 : x.value) + kChunkWidth - 1) / kChunkWidth;
   y.sums = p.wants_d_kv ? y.num_chunks * p.B * p.S * kChunkWidth : 0;
   y.terms = p.wants_d_sink ? p.B * p.T * p.H : 0;
-  y.kept_bytes = 64 + padded(4 * x.capacity, 64) + 2 * padded(4 * x.capacity * x.heads, 64) +
-                 padded(4 * p.H * y.head_row, 64);
+  y.queries = p.has_o && (p.has_lse || p.has_row_sum) ? group_queries(p) : 1;
+  const int64_t keys = may_group(p) ? range_capacity(p) : x.capacity;
+  const int64_t query = padded(4 * keys, 64) + 2 * padded(4 * keys * x.heads, 64) + padded(4 * p.H * y.head_row, 64);
+  if (y.queries > kGroupBytes / query) y.queries = kGroupBytes / query > 1 ? kGroupBytes / query : 1;
+  y.kept_bytes = padded(kKeptHeader * (y.queries + 1), 64) + y.queries * query;
   return y;
 }
 

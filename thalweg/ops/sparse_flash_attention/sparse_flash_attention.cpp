@@ -239,8 +239,10 @@ template <int64_t lanes>
 bool plan_flash_fwd(const Problem& p, const Device&, Plan* plan, std::string* why) {
   if (!takes_flash(p, why)) return false;
   const FlashShape x = flash_shape(p, lanes);
-  plan->slot_bytes = pieces({x.capacity, x.capacity, 2 * p.E, x.heads * x.key, kTileKeys * x.row, kTileKeys * x.heads,
-                             p.H * std::max(x.key, x.value + 16), x.heads, x.heads, x.heads});
+  const int64_t queries = group_queries(p), rows = padded(queries * p.H, lanes);
+  plan->slot_bytes = pieces({queries * x.capacity, queries * x.capacity, 2 * p.E, rows * x.key, kTileKeys * x.row,
+                             kTileKeys * rows, queries * p.H * std::max(x.key, x.value + 16), rows, rows, rows,
+                             may_group(p) ? kTileKeys * rows : 0, may_group(p) ? range_capacity(p) : 0});
   return true;
 }
 
@@ -267,13 +269,17 @@ bool plan_flash_bwd(const Problem& p, const Device&, Plan* plan, std::string* wh
   constexpr int64_t kKeptBytes = 16 << 20;
   const FlashShape x = flash_shape(p, lanes);
   const FlashBackward y = flash_backward(p, lanes);
-  const int64_t tokens = std::max(kKeptBytes / y.kept_bytes, 2 * plan->num_slots);
-  const int64_t all = std::max<int64_t>(1, p.B * p.T);
-  if (!decide(&plan->values[kTokens], "tokens", std::min(tokens, all), 1, all, why)) return false;
-  plan->shared_bytes = pieces({y.sums, y.terms}) + plan->values[kTokens] * y.kept_bytes;
-  plan->slot_bytes = pieces({x.capacity, 2 * p.E, std::max(x.heads * x.key, y.num_chunks * kChunkWidth),
-                             x.heads * x.value, kTileKeys * x.row, p.H * (x.key + 16) + x.value, x.heads, x.heads,
-                             x.heads, p.wants_p ? x.capacity : 0});
+  // Whole groups: as many as are asked for or fit, and two a thread, or one of several queries.
+  const int64_t groups = std::max(kKeptBytes / y.kept_bytes, (y.queries > 1 ? 1 : 2) * plan->num_slots);
+  const int64_t all = std::max<int64_t>(1, p.B * ((p.T + y.queries - 1) / y.queries)) * y.queries;
+  if (!decide(&plan->values[kTokens], "tokens", std::min(groups * y.queries, all), 1, all, why)) return false;
+  plan->values[kTokens] = (plan->values[kTokens] + y.queries - 1) / y.queries * y.queries;
+  plan->shared_bytes = pieces({y.sums, y.terms}) + plan->values[kTokens] / y.queries * y.kept_bytes;
+  const int64_t heads = y.queries * p.H, rows = padded(heads, lanes);
+  plan->slot_bytes = pieces({y.queries * x.capacity, y.queries * x.capacity, 2 * p.E,
+                             std::max(rows * x.key, y.num_chunks * kChunkWidth), rows * x.value, kTileKeys * x.row,
+                             heads * (x.key + 16) + x.value, rows, rows, rows, p.wants_p ? x.capacity : 0,
+                             may_group(p) ? kTileKeys * rows : 0});
   return true;
 }
 

@@ -1,9 +1,11 @@
 // Sparse flash attention's own properties: closed forms, what lists mean, statistics of every convention, what is refused.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/cuda_faults.h"
@@ -104,6 +106,73 @@ TEST(SparseFlashAttention, OrderOfAListChangesNoBit) {  // edge 13
     for_rows(text, [](const Case& c) {
       const Outputs want = with_lists(c, {1, 5, 7, 20, 21, 22, 33, 38, 39});
       expect_equal(with_lists(c, {39, 1, 22, 5, 38, 21, 7, 33, 20}), want, "shuffled");
+    });
+}
+
+// Queries that list most keys go together; what one gets is its own affair, by bits.
+constexpr const char* kDenseLists[] = {"sparse_flash_attention.fwd:f16,T40,S150,H4,K24,E130,lse",
+                                       "sparse_flash_attention.fwd:f32,T40,S150,H1,K24,E90,v,sink,causal",
+                                       "sparse_flash_attention.fwd:bf16,T40,S150,H16,K24,KR8,E140,q_rope,k_rope",
+                                       "sparse_flash_attention.bwd:f16,T40,S150,H4,K24,E130,o,lse",
+                                       "sparse_flash_attention.bwd:f32,T40,S150,H1,K24,E90,v,o,lse,sink,causal"};
+constexpr int64_t kOne = 17;  // the query that is looked at
+
+// Row kOne of a per-query output, and where it begins.
+std::pair<const double*, const double*> row_of_one(const Values& values) {
+  const int64_t row = values.count() / values.shape[1];
+  return {values.data.data() + kOne * row, values.data.data() + (kOne + 1) * row};
+}
+
+TEST(SparseFlashAttention, CompanyChangesNoBit) {
+  for (const char* text : kDenseLists)
+    for_rows(text, [](const Case& c) {
+      Problem problem(c);
+      const std::string name = std::string(c.pass->name) == "fwd" ? "o" : "d_q";
+      const Outputs want = tests::run(problem);
+      Values indices = problem.inputs().at("indices");
+      const int64_t E = indices.shape[2];
+      for (int64_t i = 0; i < indices.count(); ++i)
+        if (i / E != kOne) indices.data[size_t(i)] = i / E % 3 == 0 ? double(i % E) : i / E % 3 == 1 ? 3 : -1;
+      problem.set("indices", indices);
+      problem.poison_outputs();
+      const Outputs got = tests::run(problem);
+      const auto [begin, end] = row_of_one(got.at(name));
+      EXPECT_TRUE(std::equal(begin, end, row_of_one(want.at(name)).first)) << name;
+    });
+}
+
+// A key of NaN that one query alone lists, and a query of NaN that lists all keys but one.
+TEST(SparseFlashAttention, NanOfAKeyReachesItsReadersAlone) {  // edge 7
+  for (const char* text : kDenseLists)
+    for_rows(text, [](const Case& c) {
+      const bool forward = std::string(c.pass->name) == "fwd";
+      for (const char* sick : {"k", "q"}) {
+        Problem problem(c);
+        Values indices = problem.inputs().at("indices"), values = problem.inputs().at(sick);
+        const int64_t E = indices.shape[2], key = 2, row = values.count() / values.shape[1];
+        const bool is_key = sick[0] == 'k';
+        for (int64_t i = 0; i < indices.count(); ++i)  // kOne alone has the key, or alone has it not
+          if ((i / E == kOne) != is_key && indices.data[size_t(i)] == key) indices.data[size_t(i)] = key + 1;
+        if (is_key) indices.data[size_t(kOne * E)] = key;
+        for (int64_t i = 0; i < row; ++i)
+          values.data[size_t((is_key ? key : kOne) * row + i)] = i % 2 ? kInfinity : std::nan("");
+        problem.set("indices", indices), problem.set(sick, values);
+        problem.poison_outputs();
+        const Outputs out = tests::run(problem);
+        const Values& o = out.at(forward ? "o" : "d_q");
+        const int64_t width = o.count() / o.shape[1];
+        for (int64_t i = 0; i < o.count(); ++i) {
+          if (i / width != kOne) {
+            ASSERT_TRUE(std::isfinite(o.data[size_t(i)])) << sick << " reached query " << i / width;
+          }
+        }
+        if (forward) {
+          EXPECT_FALSE(std::isfinite(*row_of_one(o).first)) << sick;
+        } else if (!is_key) {
+          const Values& d_k = out.at("d_k");
+          for (int64_t i = 0; i < 24; ++i) EXPECT_TRUE(std::isfinite(d_k.data[size_t(key * 24 + i)])) << "d_k";
+        }
+      }
     });
 }
 
