@@ -103,17 +103,16 @@ template <int64_t N>
   return t[0];
 }
 
-// t = 2^(x exponent) for x exponent in [-127, 0], to 5e-7; 0 below -126.5. kAll (AVX-512): 0 from -126 down, where many
-// x may be so far out, as a subnormal number costs a hundred cycles. With steps of 1/16 or 1/8 of a power of two from a
-// table that is one register, whose shuffles leave the multipliers free. For gates that go to memory (kTable): sums of
-// slopes may cancel, and saturated ones must be 0.
+// t = 2^(x exponent), or 1 more, to 5e-7, for x exponent in [-127, 127]; the power is 0 below -126.5. With steps of 1/16
+// or 1/8 of a power of two from a table that is one register, whose shuffles leave the multipliers free. For gates that
+// go to memory (kTable): sums of slopes may cancel, and saturated ones must be 0.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 // The bits of 2^(j/16), less j where the shift below will add it.
 alignas(64) constexpr uint32_t kRoots[16] = {
     0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
     0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
-template <int64_t N, bool kAll = false>
-[[gnu::always_inline]] inline void falling_power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
+template <int64_t N, bool kPlusOne>
+[[gnu::always_inline]] inline void table_power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
   const vf magic = set1(786432.f);  // 1.5 * 2^19: rounds to sixteenths
   const __m512i roots = _mm512_load_si512(kRoots);
   vf shifted[N], f[N], p[N];
@@ -124,17 +123,15 @@ template <int64_t N, bool kAll = false>
   each<N>([&](int64_t i) {
     const __m512i at = _mm512_castps_si512(shifted[i]);
     const __m512i root = _mm512_maskz_permutexvar_epi32(__mmask16(-1), at, roots);
-    const __m512i power = _mm512_add_epi32(root, _mm512_maskz_slli_epi32(__mmask16(-1), at, 19));
-    __mmask16 wanted = __mmask16(-1);
-    if constexpr (kAll) wanted = _mm512_cmp_ps_mask(shifted[i], set1(786432.f - 126.f), _CMP_NLE_UQ);  // NaN too
-    t[i] = _mm512_maskz_mul_ps(wanted, p[i], _mm512_castsi512_ps(power));
+    const vf power = _mm512_castsi512_ps(_mm512_add_epi32(root, _mm512_maskz_slli_epi32(__mmask16(-1), at, 19)));
+    t[i] = kPlusOne ? fma(p[i], power, set1(1.f)) : p[i] * power;
   });
 }
 #elif defined(__AVX2__) && defined(__FMA__)
 alignas(32) constexpr uint32_t kRoots[8] = {0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7,
                                             0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
-template <int64_t N, bool kAll = false>
-[[gnu::always_inline]] inline void falling_power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
+template <int64_t N, bool kPlusOne>
+[[gnu::always_inline]] inline void table_power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
   const vf magic = set1(1572864.f);  // 1.5 * 2^20: rounds to eighths
   const __m256i roots = _mm256_load_si256(reinterpret_cast<const __m256i*>(kRoots));
   vf shifted[N], f[N], p[N];
@@ -145,13 +142,15 @@ template <int64_t N, bool kAll = false>
   each<N>([&](int64_t i) { p[i] = fma(p[i], f[i], set1(1.f)); });
   each<N>([&](int64_t i) {
     const __m256i at = _mm256_castps_si256(shifted[i]), root = _mm256_permutevar8x32_epi32(roots, at);
-    t[i] = p[i] * _mm256_castsi256_ps(_mm256_add_epi32(root, _mm256_slli_epi32(at, 20)));
+    const vf power = _mm256_castsi256_ps(_mm256_add_epi32(root, _mm256_slli_epi32(at, 20)));
+    t[i] = kPlusOne ? fma(p[i], power, set1(1.f)) : p[i] * power;
   });
 }
 #else
-template <int64_t N, bool kAll = false>
-inline void falling_power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
+template <int64_t N, bool kPlusOne>
+inline void table_power(const vf (&x)[N], vf exponent, vf (&t)[N]) {
   power(x, exponent, t);
+  if constexpr (kPlusOne) each<N>([&](int64_t i) { t[i] = t[i] + set1(1.f); });
 }
 #endif
 
@@ -165,6 +164,20 @@ template <int64_t N>
   each<N>([&](int64_t i) { p[i] = fma(p[i], t[i], set1(3.327548051e-1f)); });
   each<N>([&](int64_t i) { p[i] = fma(p[i], t[i], set1(-4.999740544e-1f)); });
   each<N>([&](int64_t i) { p[i] = fma(p[i], t[i], set1(9.999998057e-1f)); });
+}
+
+// 1 / d to 12 bits or more, for d up to 2^127; 0 above 2^126.
+template <int64_t N>
+[[gnu::always_inline]] inline void approximate_reciprocal(const vf (&d)[N], vf (&r)[N]) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+  each<N>([&](int64_t i) {
+    r[i] = _mm512_maskz_rcp14_ps(_mm512_cmp_ps_mask(d[i], set1(0x1p126f), _CMP_NGT_UQ), d[i]);  // NaN too
+  });
+#elif defined(__AVX2__) && defined(__FMA__)
+  each<N>([&](int64_t i) { r[i] = _mm256_rcp_ps(d[i]); });
+#else
+  each<N>([&](int64_t i) { r[i] = where_greater(d[i], set1(0x1p126f), zero(), set1(1.f) / d[i]); });
+#endif
 }
 
 // 1 / (1 + t) to 1 ulp for t in [0, 1].
@@ -192,7 +205,7 @@ template <int64_t N, bool kSlope, bool kTable = false>
   const vf rate = set1(-gate.rate);
   vf t[N], p[N];
   each<N>([&](int64_t i) { p[i] = min(set1(88.f), absolute(x[i])); });
-  if constexpr (kTable) falling_power(p, set1(-kLog2E), t);
+  if constexpr (kTable) table_power<N, false>(p, set1(-kLog2E), t);
   else power(p, set1(-kLog2E), t);
   if constexpr (kSlope) {
     vf r[N];
@@ -227,16 +240,28 @@ template <bool kUsual>
 }
 
 // g in place of x.
-template <int64_t N, bool kUsual, bool kTable = false>
+template <int64_t N, bool kUsual>
 [[gnu::always_inline]] inline void lower_bound_gate(const ChannelGate& gate, vf (&x)[N]) {
   vf u[N], t[N], r[N];
   each<N>([&](int64_t i) { u[i] = scaled<kUsual>(gate, x[i]); });
-  // With AVX2 the shuffles would meet the selection below.
-  if constexpr (kTable && kLanes == 16) falling_power<N, true>(u, set1(-gate.exponent), t);
-  else power(u, set1(-gate.exponent), t);
+  power(u, set1(-gate.exponent), t);
   reciprocal(t, r);
   each<N>([&](int64_t i) { r[i] = r[i] * set1(gate.lower_bound); });
   each<N>([&](int64_t i) { x[i] = where_negative(x[i], t[i] * r[i], r[i]); });
+}
+
+// g of a usual head in place of x, for gates that go to memory: lower_bound / (1 + e^-ax) needs no choice by sign, and a
+// power of two that is subnormal (an assist, a hundred cycles) is never made: from highest / 4 on the sum is 1.
+template <int64_t N>
+[[gnu::always_inline]] inline void table_lower_bound(const ChannelGate& gate, vf (&x)[N]) {
+  const vf lowest = set1(-gate.highest), highest = set1(.25f * gate.highest), one = set1(1.f);
+  vf d[N], r[N];
+  each<N>([&](int64_t i) { x[i] = min(highest, max(lowest, x[i])); });
+  table_power<N, true>(x, set1(-gate.exponent), d);
+  approximate_reciprocal(d, r);
+  each<N>([&](int64_t i) { d[i] = fnma(d[i], r[i], one); });
+  each<N>([&](int64_t i) { r[i] = r[i] * set1(gate.lower_bound); });
+  each<N>([&](int64_t i) { x[i] = fma(r[i], d[i], r[i]); });
 }
 
 template <int64_t N, bool kUsual>

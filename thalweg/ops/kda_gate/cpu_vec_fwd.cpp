@@ -38,7 +38,7 @@ struct Call {
 template <bool kSoftplus, int64_t N>
 [[gnu::always_inline]] inline void to_gates(const ChannelGate& gate, vf (&y)[N]) {
   if constexpr (kSoftplus) usual_softplus<N, false, true>(gate, y, nullptr);
-  else lower_bound_gate<N, true, true>(gate, y);
+  else table_lower_bound(gate, y);
 }
 
 [[gnu::noinline]] vf unusual_gate(const ChannelGate& gate, vf x) {
