@@ -7,6 +7,7 @@
 #include <string>
 
 #include "thalweg/core/kernel.h"
+#include "thalweg/cpu/streams.h"
 #include "thalweg/cuda/layout.h"
 #include "thalweg/ops/gated_rms_norm/problem.h"
 
@@ -128,8 +129,8 @@ bool takes_vec(const Problem& p, std::string* why) {
   return false;
 }
 
-bool streams(const Problem& p, const Device& device, int64_t tensors) {
-  return tensors * p.M * p.D * int64_t(thalweg_dtype_bytes(p.dtype)) > std::max(device.l3_bytes, device.l2_bytes);
+bool streams(const Problem& p, const Device& device, int64_t num_threads, int64_t tensors) {
+  return outgrow_caches(device, num_threads, tensors * p.M * p.D * int64_t(thalweg_dtype_bytes(p.dtype)));
 }
 
 bool plan_vec_fwd(const Problem& p, const Device& device, Plan* plan, std::string* why) {
@@ -138,7 +139,7 @@ bool plan_vec_fwd(const Problem& p, const Device& device, Plan* plan, std::strin
   // About 32 K elements a task, and four tasks a thread.
   const int64_t most = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, p.D));
   plan->values[kBlock] = std::clamp<int64_t>(ceil_div(p.M, 4 * plan->num_slots), 1, most);
-  plan->values[kStream] = streams(p, device, p.gate == kNoGate ? 2 : 3);
+  plan->values[kStream] = streams(p, device, plan->num_slots, p.gate == kNoGate ? 2 : 3);
   return true;
 }
 
@@ -146,7 +147,7 @@ bool plan_vec_bwd(const Problem& p, const Device& device, Plan* plan, std::strin
   if (!takes_vec(p, why)) return false;
   lay_out(p, 1 + (p.sums ? num_blocks(p) : 0), kVecBackwardRows, plan);
   plan->values[kBlock] = backward_block(p);
-  plan->values[kStream] = streams(p, device, p.gate == kNoGate ? 3 : 5);
+  plan->values[kStream] = streams(p, device, plan->num_slots, p.gate == kNoGate ? 3 : 5);
   return true;
 }
 

@@ -14,11 +14,11 @@
 //          bf16 in and out: 2.4 times as fast as simd.h's exp and log1p with the same loads and stores.
 //          2 cores of an Emerald Rapids: AVX-512 0.83 and 0.84, AVX2 0.72 and 0.64 (record emerald-2core); AVX-512 0.57
 //          without streamed stores, 0.65 in the lower-bound form with subnormal powers of two. In cache a vector of 16
-//          takes 4.6 ns, one of 8 3.7 ns.
+//          takes 4.6 ns and one of 8 3.5 ns, 3.8 and 2.6 ns in the lower-bound form.
 //          Lost: memory asked 256 or 512 elements ahead, or not at all (up to 1.2 times slower), into the L2 only (the
 //          same); once a line instead of once a vector (AVX2, lower-bound form: 4 % slower); 2 vectors at a time, 6
-//          (spills), 8 (AVX-512: faster in cache, slower from memory); the logarithm's even and odd terms apart, or one
-//          term less (4 % faster; the error passes the limit).
+//          (spills), 8 (AVX-512: faster in cache, slower from memory); the logarithm's even and odd terms apart, one
+//          term less (4 % faster; the error passes the limit), or with AVX2 its coefficients by shuffles (7 % slower).
 #include "thalweg/ops/kda_gate/vec.h"
 
 namespace thalweg::kda_gate {

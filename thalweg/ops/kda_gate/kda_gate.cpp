@@ -7,6 +7,7 @@
 #include <string>
 
 #include "thalweg/core/kernel.h"
+#include "thalweg/cpu/streams.h"
 #include "thalweg/cuda/layout.h"
 #include "thalweg/ops/kda_gate/problem.h"
 
@@ -143,10 +144,9 @@ bool takes_vec(const Problem& p, const char* g, std::string* why) {
   return false;
 }
 
-// A socket's cores share the L3, also with other machines: a thread can count on 8 MiB at most.
+// `bytes` an element.
 bool streams(const Problem& p, const Device& device, int64_t num_threads, int64_t bytes) {
-  const int64_t kept = std::max(device.l2_bytes, std::min(device.l3_bytes, num_threads << 23));
-  return num_tokens(p) * p.HV * p.K * bytes > kept;
+  return outgrow_caches(device, num_threads, num_tokens(p) * p.HV * p.K * bytes);
 }
 
 constexpr char kFwdChoices[] = "block=1|2|4|8|16|64 stream=0|1";

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "thalweg/core/kernel.h"
+#include "thalweg/cpu/streams.h"
 #include "thalweg/cuda/layout.h"
 #include "thalweg/cuda/slot_uses.h"
 #include "thalweg/ops/short_conv/problem.h"
@@ -177,7 +178,7 @@ bool plan_vec_fwd(const Problem& p, const Device& device, Plan* plan, std::strin
   const int64_t block = std::clamp<int64_t>(p.B * p.T / wanted / 8 * 8, 16, 256);
   plan->values[kBlock] = block;
   plan->values[kStrip] = strip;
-  plan->values[kStream] = 2 * p.B * p.T * p.D * element_bytes(p) > std::max(device.l3_bytes, device.l2_bytes);
+  plan->values[kStream] = outgrow_caches(device, plan->num_slots, 2 * p.B * p.T * p.D * element_bytes(p));
   plan->slot_bytes = (3 * kMaxW + 2) * strip * 4;
   return true;
 }
@@ -187,7 +188,7 @@ bool plan_vec_bwd(const Problem& p, const Device& device, Plan* plan, std::strin
   const int64_t strip = strip_of(p, 512), block = backward_block(p);
   plan->values[kBlock] = block;
   plan->values[kStrip] = strip;
-  plan->values[kStream] = 3 * p.B * p.T * p.D * element_bytes(p) > std::max(device.l3_bytes, device.l2_bytes);
+  plan->values[kStream] = outgrow_caches(device, plan->num_slots, 3 * p.B * p.T * p.D * element_bytes(p));
   if (p.sums) plan->shared_bytes = ceil_div(ceil_div(p.B * p.T, block) * (p.W + 1) * p.D * 4, 64) * 64;
   plan->slot_bytes = (5 * kMaxW + 4) * strip * 4;
   return true;
