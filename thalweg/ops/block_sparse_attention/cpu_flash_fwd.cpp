@@ -43,8 +43,8 @@ struct Tile : SoftmaxTile {
   using Scratch = FlashScratch;
   const Scratch& own;
 
-  void start(const KeyTile&) const {
-    for (int64_t r = 0; r < queries.rows; r += kLanes) {
+  void start(const KeyTile& first) const {
+    for (int64_t r = 0; r < queries.rows && first.keys > 0; r += kLanes) {
       const int64_t rows = queries.rows - r < kLanes ? queries.rows - r : kLanes;
       read_rows(a.q, item, h, queries.t + r, rows, p.K, own.lines, own.pitch, [](int64_t) { return false; });
       rows_to_columns(own.lines, own.pitch, rows, p.K, float(p.scale) * kLog2e, own.q, r);

@@ -52,7 +52,7 @@ struct Tile : SoftmaxTile {
   const Tiles registers = {};
 
   void start(const KeyTile& first) const {
-    for (int64_t c = 0; c < columns; c += kTileSide) {
+    for (int64_t c = 0; c < columns && first.keys > 0; c += kTileSide) {
       const uint16_t* rows[kTileSide];
       for (int64_t i = 0; i < kTileSide; ++i)
         rows[i] = c + i < queries.rows ? half_row(a.q, item, item.q_begin + queries.t + c + i, h) : nullptr;

@@ -27,7 +27,7 @@
 // Measured Zen 3, one thread, processor time on a loaded machine, K 512, KR 64, E 2048 of 4096 keys, bf16, lse and o given:
 //          41 GFLOP/s with 16 heads (0.45 of the FMA peak); the gradients of keys take 0.34 of it at 47 GFLOP/s.
 //          Emerald Rapids, AVX-512, one thread, f16, all of 1024 keys listed by 64 queries of 4 heads: 0.24 of the FMA
-//          peak query by query, 0.47 in groups
+//          peak query by query, 0.47 to 0.62 in groups
 #include "thalweg/ops/sparse_flash_attention/cpu_flash_group.h"
 
 namespace thalweg::sparse_flash_attention {

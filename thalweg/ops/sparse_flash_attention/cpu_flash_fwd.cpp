@@ -28,7 +28,7 @@
 //          loaded machine (float32 rows in place: no gain, since rows 2 KiB apart share their sets of the L1). Rows asked
 //          for 6 keys ahead: 36.7 -> 21.8 ms with 16 heads, where the gather, waiting for memory, had taken 0.41 of it.
 //          Emerald Rapids, AVX-512, one thread, f16, all of 1024 keys listed by 64 queries of 4 heads: 0.32 of the FMA
-//          peak query by query, 0.57 in groups. Lost: 64 rows a group (4 % in the backward, and twice the scratch);
+//          peak query by query, 0.44 to 0.57 in groups. Lost: 64 rows a group (4 % in the backward, and twice the scratch);
 //          scores in two halves of the width, so that a panel of queries fits the L1 (slower)
 #include "thalweg/ops/sparse_flash_attention/cpu_flash_fwd.h"
 #include "thalweg/ops/sparse_flash_attention/cpu_flash_group.h"
