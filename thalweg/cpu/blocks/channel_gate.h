@@ -103,9 +103,9 @@ template <int64_t N>
   return t[0];
 }
 
-// t = 2^(x exponent), or 1 more, to 5e-7, for x exponent in [-127, 127]; the power is 0 below -126.5. With steps of 1/16
-// or 1/8 of a power of two from a table that is one register, whose shuffles leave the multipliers free. For gates that
-// go to memory (kTable): sums of slopes may cancel, and saturated ones must be 0.
+// t = 2^(x exponent), or 1 more, to 5e-7, for x exponent in [-127, 127]; the power is 0 below -126.5. With steps of
+// 1/16 or 1/8 of a power of two from a table that is one register, whose shuffles leave the multipliers free. For gates
+// that go to memory (kTable): sums of slopes may cancel, and saturated ones must be 0.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 // The bits of 2^(j/16), less j where the shift below will add it.
 alignas(64) constexpr uint32_t kRoots[16] = {
@@ -250,8 +250,8 @@ template <int64_t N, bool kUsual>
   each<N>([&](int64_t i) { x[i] = where_negative(x[i], t[i] * r[i], r[i]); });
 }
 
-// g of a usual head in place of x, for gates that go to memory: lower_bound / (1 + e^-ax) needs no choice by sign, and a
-// power of two that is subnormal (an assist, a hundred cycles) is never made: from highest / 4 on the sum is 1.
+// g of a usual head in place of x, for gates that go to memory: lower_bound / (1 + e^-ax) needs no choice by sign, and
+// a power of two that is subnormal (an assist, a hundred cycles) is never made: from highest / 4 on the sum is 1.
 template <int64_t N>
 [[gnu::always_inline]] inline void table_lower_bound(const ChannelGate& gate, vf (&x)[N]) {
   const vf lowest = set1(-gate.highest), highest = set1(.25f * gate.highest), one = set1(1.f);
