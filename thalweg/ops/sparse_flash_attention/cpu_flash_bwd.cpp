@@ -18,8 +18,8 @@
 //          about 16 MiB, or two queries or one group a thread. A slot: arranged heads, the tile, d_q, the list
 // Numerics float32; a row with L = +inf is dead: P and dS are 0 by selection, and its Q and dO are cleared, so that NaN there
 //          reaches no key. L from the sweep has a largest score of at most L: no exponent is above 0
-//          Queries of a group whose lists name most of their keys, where L and o are given, take every key of their
-//          range together, with P and dS 0 by selection where a list does not name one
+//          Queries of a group whose lists name most of their keys (H / (H + 3) of them), where L and o are given, take
+//          every key of their range together, with P and dS 0 by selection where a list does not name one
 // Traps    a group goes query by query where a row of q or d_o, or its d_q, is not finite: 0 times it would reach
 //          others. exp(S - L) of a given L may exceed 1 by L's rounding. A separate `v` that is k's memory is gathered
 //          once but has gradients of its own. Clearing dead heads comes after delta was taken, and d_q of a dead head
@@ -380,7 +380,7 @@ void group_task(void* arg, int64_t task, int64_t slot) {
     int32_t *keys = x.lists + i * call.shape.capacity, *counts = x.counts + i * call.shape.capacity;
     const Query query = query_at(p, call.in, b, t + i);
     const int64_t n = visible_keys(p, call.in, query, b, t + i, keys, counts, x.list);
-    queries[i] = {query, t + i, n, keys, counts, may && names_most(p, n, query.limit), false};
+    queries[i] = {query, t + i, n, keys, counts, may && names_most(p, n, query.limit, kSpareBackward), false};
   }
   for (int64_t i = 0; i < count; ++i) {
     if (queries[i].done) continue;

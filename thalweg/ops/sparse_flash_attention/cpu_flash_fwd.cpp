@@ -11,7 +11,7 @@
 //          heads along the key instead. Outputs: along the value
 // Tile     64 keys, gathered once as float32 for both products and all heads; gemm.h's register tiles. Few heads of 16-bit
 //          storage read the keys where they lie, 2 keys x 4 heads for scores, 16 keys x 4 heads x 2 vectors for
-//          outputs. Queries of a group whose lists name most of their keys (H / (H + 3) of them) take every key of
+//          outputs. Queries of a group whose lists name most of their keys (H / (H + 1) of them) take every key of
 //          their range together, and weigh 0 what a list does not name (cpu_flash_group.h)
 // Scratch  arranged queries [K + KR][H], the tile [64][row], scores [64][H], O [H][V], the list: for 16 heads of 576 and
 //          512 about 260 KiB, meant for the L2
@@ -265,7 +265,7 @@ void group_task(void* arg, int64_t task, int64_t slot) {
     int32_t *keys = x.keys + i * x.shape.capacity, *counts = x.counts + i * x.shape.capacity;
     const Query query = query_at(p, call.in, b, t + i);
     const int64_t n = visible_keys(p, call.in, query, b, t + i, keys, counts, x.list);
-    queries[i] = {query, t + i, n, keys, counts, may_group(p) && names_most(p, n, query.limit), false};
+    queries[i] = {query, t + i, n, keys, counts, may_group(p) && names_most(p, n, query.limit, kSpareForward), false};
   }
   for (int64_t i = 0; i < count; ++i) {
     if (queries[i].done) continue;

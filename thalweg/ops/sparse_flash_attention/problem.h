@@ -96,14 +96,15 @@ static inline int64_t group_queries(const Problem& p) {
   const int64_t least = kGroupRows / 2 / p.H, most = kGroupRows / p.H, some = p.B * p.T / 4;
   return some < least ? least : some < most ? some : most;
 }
-// Whether a list names most of the keys below `limit`, and how far such a list may reach: the fewer heads, the less a
-// key's products cost beside reading it, and the more of them may be for nothing. Not a matter of the number of
-// queries, or tokens behind the end would change bits before it.
-static inline bool names_most(const Problem& p, int64_t n, int64_t limit) {
-  return n >= kFewestKeys && n * (p.H + 3) >= limit * p.H;
+// Whether a list names most of the keys below `limit`, H of H + spare, and how far such a list may reach: the fewer
+// heads, the less a key's products cost beside reading it, and the more of them may be for nothing. Not a matter of the
+// number of queries, or tokens behind the end would change bits before it.
+constexpr int64_t kSpareForward = 1, kSpareBackward = 3;
+static inline bool names_most(const Problem& p, int64_t n, int64_t limit, int64_t spare) {
+  return n >= kFewestKeys && n * (p.H + spare) >= limit * p.H;
 }
 static inline int64_t range_capacity(const Problem& p) {
-  const int64_t n = list_capacity(p) * (p.H + 3) / p.H;
+  const int64_t n = list_capacity(p) * (p.H + kSpareBackward) / p.H;
   return padded(n < p.S ? n : p.S, 16);
 }
 
