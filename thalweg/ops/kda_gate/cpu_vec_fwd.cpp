@@ -13,7 +13,7 @@
 //          0.72 (`thalweg bench kda_gate.fwd@perf`, noisy; before the table of roots and the loop over heads).
 //          bf16 in and out: 2.4 times as fast as simd.h's exp and log1p with the same loads and stores.
 //          2 cores of an Emerald Rapids: AVX-512 0.83 and 0.84, AVX2 0.72 and 0.64 (record emerald-2core, before the
-//          quotient of the lower-bound form: one core alone 0.87 with either); AVX-512 0.57 without streamed stores,
+//          quotient of the lower-bound form, since then 0.82 and 0.79 on a busier machine); AVX-512 0.57 not streamed,
 //          0.65 in the lower-bound form with subnormal powers of two. In cache a vector of 16 takes 4.6 ns and one of
 //          8 3.5 ns, 3.8 and 2.6 ns in the lower-bound form.
 //          Lost: memory asked 256 or 512 elements ahead, or not at all (up to 1.2 times slower), into the L2 only (the
