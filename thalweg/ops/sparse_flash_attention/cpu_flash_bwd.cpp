@@ -14,8 +14,9 @@
 //          rows of all keys, O(inputs); nothing is stored per (query, key) beyond a block
 // Vectors  scores: heads along the lanes, or the key for few heads (as forward); gradients: along the key's columns
 // Tile     64 gathered keys; a range of 512 rows x 128 columns is 256 KiB, meant for the L2
-// Scratch  shared: sums of d_k and d_v as float32 in chunks of columns, and of kTokens queries (values[0]) Q, dO, P, dS,
-//          about 16 MiB, or two queries or one group a thread. A slot: arranged heads, the tile, d_q, the list
+// Scratch  shared: sums of d_k and d_v as float32 in chunks of columns, and of kTokens queries (values[0], in whole
+//          groups) Q, dO, P, dS, about 16 MiB, or two queries or one group a thread. A slot: arranged heads, the tile,
+//          d_q, the list
 // Numerics float32; a row with L = +inf is dead: P and dS are 0 by selection, and its Q and dO are cleared, so that NaN there
 //          reaches no key. L from the sweep has a largest score of at most L: no exponent is above 0
 //          Queries of a group whose lists name most of their keys (H / (H + 3) of them), where L and o are given, take
@@ -509,7 +510,7 @@ void cpu_flash_bwd(const Problem& p, const Plan& plan, const Args& args, const E
   Piece piece{exec.workspace};
   float* sums = piece.take<float>(sizes.sums);
   float* terms = piece.take<float>(sizes.terms);
-  const int64_t groups = (p.T + sizes.queries - 1) / sizes.queries, block = plan.values[kTokens] / sizes.queries;
+  const int64_t groups = (p.T + sizes.queries - 1) / sizes.queries, block = kept_groups(plan, sizes);
   Call call{p, args, in, shape, sizes, groups, 0, 0, Tile::is_separate(p, in), sums, terms, piece.at,
             exec.workspace + plan.shared_bytes, plan.slot_bytes};
   const int64_t key_rows = (p.B * p.S + kRangeKeys - 1) / kRangeKeys;

@@ -139,6 +139,10 @@ static inline FlashBackward flash_backward(const Problem& p, int64_t lanes) {
   y.kept_bytes = padded(kKeptHeader * (y.queries + 1), 64) + y.queries * query;
   return y;
 }
+// Groups kept at a time: the choice kTokens, in whole groups.
+static inline int64_t kept_groups(const Plan& plan, const FlashBackward& y) {
+  return (plan.values[kTokens] + y.queries - 1) / y.queries;
+}
 
 namespace avx2 {
 void cpu_flash_fwd(const Problem&, const Plan&, const thalweg_sparse_flash_attention_fwd_args&, const Exec&);

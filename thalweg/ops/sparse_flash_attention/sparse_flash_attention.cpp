@@ -273,8 +273,7 @@ bool plan_flash_bwd(const Problem& p, const Device&, Plan* plan, std::string* wh
   const int64_t groups = std::max(kKeptBytes / y.kept_bytes, (y.queries > 1 ? 1 : 2) * plan->num_slots);
   const int64_t all = std::max<int64_t>(1, p.B * ((p.T + y.queries - 1) / y.queries)) * y.queries;
   if (!decide(&plan->values[kTokens], "tokens", std::min(groups * y.queries, all), 1, all, why)) return false;
-  plan->values[kTokens] = (plan->values[kTokens] + y.queries - 1) / y.queries * y.queries;
-  plan->shared_bytes = pieces({y.sums, y.terms}) + plan->values[kTokens] / y.queries * y.kept_bytes;
+  plan->shared_bytes = pieces({y.sums, y.terms}) + kept_groups(*plan, y) * y.kept_bytes;
   const int64_t heads = y.queries * p.H, rows = padded(heads, lanes);
   plan->slot_bytes = pieces({y.queries * x.capacity, y.queries * x.capacity, 2 * p.E,
                              std::max(rows * x.key, y.num_chunks * kChunkWidth), rows * x.value, kTileKeys * x.row,
