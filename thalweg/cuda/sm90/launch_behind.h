@@ -21,16 +21,11 @@ void launch_behind(const Exec& exec, const char* name, void (*kernel)(Params...)
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)),
+  config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z));
   config.blockDim = dim3(unsigned(threads));
   config.dynamicSmemBytes = size_t(smem_bytes), config.stream = static_cast<cudaStream_t>(exec.stream);
   config.attrs = &overlap, config.numAttrs = 1;
   cuda_check(cudaLaunchKernelEx(&config, kernel, Params(args)...), name);
-}
-template <class... Params, class... Args>
-void launch_behind(const Exec& exec, const char* name, void (*kernel)(Params...), int64_t blocks, int64_t threads,
-                   int64_t smem_bytes, const Args&... args) {
-  launch_behind(exec, name, kernel, Grid{blocks}, threads, smem_bytes, args...);
 }
 
 }  // namespace thalweg::cuda::sm90

@@ -64,7 +64,7 @@ __device__ inline E* row_at(const thalweg_tensor& t, int64_t T, int64_t row, int
   return static_cast<E*>(t.data) + row / T * t.stride[0] + row % T * t.stride[1] + head * t.stride[2];
 }
 
-// Rows past the last packed sequence, a part of them by each of the blocks that make factors.
+// Zeros for the rows past the last packed sequence: this block's part of them.
 template <class E>
 __device__ inline void zero_rest(const ChunkArgs& a, int block, int blocks) {
   if (!a.spans) return;

@@ -178,7 +178,7 @@ void launch_fwd(const Problem& p, const ChunkArgs& a, const Maps& maps, const Ex
   if (a.tickets)
     cuda::launch(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices, output>, {blocks}, L::kThreads, kBytes, a, maps);
   else
-    launch_behind(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices, output>, blocks, L::kThreads, kBytes, a, maps);
+    launch_behind(exec, "sm90_chunk_fwd", chunk_fwd<E, KD, slices, output>, {blocks}, L::kThreads, kBytes, a, maps);
 }
 
 template <class E>

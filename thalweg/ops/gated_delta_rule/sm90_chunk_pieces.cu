@@ -115,9 +115,9 @@ void launch_of(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exe
   using L = Layout<KD, 1, Output::kNone>;
   static_assert(2 * (L::kBytes + 1024) <= 228 * 1024);  // two blocks, each with what the system takes
   const int64_t heads = p.N * p.HV;
-  launch_behind(exec, "sm90_chunk_summary", chunk_summary<E, KD>, heads * (a.pieces - 1) * (2 * KD / 64), L::kThreads,
+  launch_behind(exec, "sm90_chunk_summary", chunk_summary<E, KD>, {heads * (a.pieces - 1) * (2 * KD / 64)}, L::kThreads,
                 L::kBytes, a, maps);
-  launch_behind(exec, "sm90_chunk_pieces", piece_states<KD>, heads * (p.V / kColumns), kQuarters * KD, 0, a);
+  launch_behind(exec, "sm90_chunk_pieces", piece_states<KD>, {heads * (p.V / kColumns)}, kQuarters * KD, 0, a);
 }
 
 }  // namespace

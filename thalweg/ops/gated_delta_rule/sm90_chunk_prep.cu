@@ -65,7 +65,7 @@ void launch_of(const Problem& p, const ChunkArgs& a, const Maps& maps, const Exe
   const int64_t items = chunk_slots(p) * p.H, blocks = items < 1 ? 1 : items < a.num_sms ? items : a.num_sms;
   constexpr int64_t kBytes = kPrepGroups * sizeof(PrepSmem<KD>);
   if (a.spans)  // behind the kernel that checks the borders
-    launch_behind(exec, "sm90_chunk_prep", chunk_prep<E, KD>, blocks, kPrepThreads, kBytes, a, maps);
+    launch_behind(exec, "sm90_chunk_prep", chunk_prep<E, KD>, {blocks}, kPrepThreads, kBytes, a, maps);
   else
     cuda::launch(exec, "sm90_chunk_prep", chunk_prep<E, KD>, {blocks}, kPrepThreads, kBytes, a, maps);
 }
